@@ -1,1 +1,1 @@
-"""Measurements: every one prints ratios or residuals from one run."""
+"""Programs that measure: each prints ratios or residuals of figures from one run."""

@@ -2,11 +2,11 @@
 
     python -m benchmarks.against_published TABLE.csv … [--most N] [--seconds S] [-o RESULT.md]
 
-For every distinct model and number of devices it takes the fastest published layout, prices it with
-the planner's own costs (its recomputation as published), searches the best plan for the same global
-batch, and prints both. A ratio above 1 would be a plan worse than what people ran. A layout that by
-our memory model needs more than its devices have (another framework's kernels keep less) is given
-what it needs, and so is the plan.
+For each model on each number of devices, the fastest published layout (of the first global batch in
+the tables) is priced with the planner's own costs, with the recomputation that the run had. Then
+the best plan for the same batch is searched, and both are printed. A ratio above 1 means that the
+plan is slower than what people ran. If our memory model says that a layout needs more than its
+devices have (another framework's kernels keep less), layout and plan may both use what it needs.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ _ENDLESS_BYTES = 1 << 60
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """One model on some devices: as it was run, and as it would be planned."""
+    """A model on some devices: its published layout, and the plan that is chosen."""
 
     row: Row
     published: Candidate
-    limit_bytes: int  # of a device, where both were given more than it has; else 0
+    limit_bytes: int  # allowed on a device, if that is more than it has; else 0
     chosen: Candidate
     gap: float
     seconds: float
@@ -86,7 +86,10 @@ def _is_usable(row: Row) -> bool:
 
 
 def fastest(rows: Iterable[Row]) -> list[Row]:
-    """Return the fastest run of each model on each number of devices, small ones first."""
+    """Return a run of each model on each number of devices, few devices first.
+
+    It is the fastest of those with the first global batch in the tables.
+    """
     best: dict[object, Row] = {}
     for row in rows:
         key = row.hidden, row.layers, row.seq_len, row.gpu, row.gpus, row.global_batch
@@ -152,7 +155,10 @@ def compared(row: Row, most_seconds: float) -> Compared:
 def _published(
     explorer: Explorer, arrangement: Arrangement, modes: frozenset[Recompute]
 ) -> tuple[Explorer, Candidate, int]:
-    """Return the published layout, and the search with the memory that it needs if that is more."""
+    """Return the search, the published layout, and the bytes that both get beyond a device's.
+
+    The bytes are 0 if a device has enough; otherwise the search gets what the layout needs.
+    """
     found = _solved(explorer, arrangement, modes)
     if found is not None:
         return explorer, found, 0

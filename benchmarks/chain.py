@@ -1,4 +1,4 @@
-"""A chain of linear layers, as long as one likes: the model file of rows of plan_speed.py."""
+"""A chain of any number of linear layers: the model file of some rows of plan_speed.py."""
 
 from __future__ import annotations
 
@@ -23,6 +23,6 @@ def example_batch(batch_size: int) -> dict[str, Tensor]:
 
 
 def loss(outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
-    """Return the mean square of what the last layer gives."""
+    """Return the mean square of the outputs."""
     del batch
     return outputs.square().mean()

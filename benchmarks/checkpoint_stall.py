@@ -1,10 +1,10 @@
-"""Measures how long a training stands still for a checkpoint: written beside it, and at once.
+"""Measures how long a training waits for a checkpoint, written in the background or at once.
 
     torchrun --nproc-per-node 2 -m benchmarks.checkpoint_stall [--pairs 5] [--layers 24]
 
-One training, ZeRO-1 over the ranks there are, writes checkpoints of both kinds in turns. The ratio
-is what it waits for one beside it over what it waits for one at once: medians. Then how much longer
-a step takes while a checkpoint is written, and what each rank has written over its even share.
+A training with ZeRO-1 over all ranks writes checkpoints of both kinds in turns. This prints the
+median waits and their ratio (background ÷ at once), how much longer a step takes while a checkpoint
+is being written, and the size of the largest file over an even share.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from autopar.runtime.optimizer import build_optimizer
 from autopar.runtime.ranks import start, stop
 
 ROWS = 64
-STEPS = 5  # without a checkpoint, before each
+STEPS = 5  # before each checkpoint, while none is being written
 
 
 def main() -> None:
-    """Train, keep, print."""
+    """Train, write checkpoints, and print the times."""
     options = _options()
     mesh = start(pipeline=1, data=int(os.environ.get("WORLD_SIZE", "1")), tensor=1)
     layers = [nn.Linear(options.width, options.width) for _ in range(options.layers)]

@@ -1,9 +1,9 @@
-"""Plans BERT-large for 1 to 64 A100s joined by two networks, to see how many are worth it.
+"""Plans BERT-large for 1 to 64 A100s on each of two networks, to see how many are worth it.
 
     python benchmarks/device_curve.py [ethernet-10 infiniband-hdr] [-o FILE]
 
 Each curve is what `autopar plan models_zoo/bert.py --arg size=large --global-batch 256 --gpus
-1,2,4,8,16,32,64 --cluster FILE` prints, with the FILE that stands above it.
+1,2,4,8,16,32,64 --cluster FILE` prints; the page shows FILE above it.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def page(tables: Sequence[tuple[str, str]]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Plan for the networks that are asked for, all where none is named."""
+    """Plan for the named networks, or for all if none is named."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("networks", nargs="*", metavar="NETWORK", help=f"of {', '.join(NETWORKS)}")
     parser.add_argument("-o", "--output", type=Path, default=RESULT)

@@ -3,7 +3,8 @@
     python benchmarks/draw_schedule.py interleaved-zero-bubble --ranks 4 --microbatches 8
 
 A digit is a forward (the last digit of its microbatch), a letter a backward, a comma a weight
-gradient, a blank is idle time. Equal stages; a rank's forward takes 1, its backward 2.
+gradient, a blank is idle time. All stages are equal; a rank's forward takes one unit of time, its
+backward two.
 """
 
 import argparse
@@ -14,7 +15,7 @@ from autopar.planner.costs.schedules.table import SCHEDULES, ScheduleKind, in_fl
 
 
 def mark(action: Action) -> str:
-    """Return the sign of an action."""
+    """Return the character that stands for an action."""
     if action.kind is ActionKind.WEIGHT_GRADIENT:
         return ","
     first = "0" if action.kind is ActionKind.FORWARD else "a"

@@ -18,7 +18,7 @@ matplotlib.use("Agg")  # a picture in a file, no window
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
-BAND = 0.2  # the shaded error
+BAND = 0.2  # the largest relative error in the shaded band
 
 
 def drawn(rows: Sequence[Mapping[str, str]], path: Path) -> None:

@@ -2,8 +2,9 @@
 
     python benchmarks/dryrun_memory.py [--only llama8b-8 …] [-o FILE]
 
-Llama 8B on 8 and 70B on 64 A100 of 80 GB, as chosen and with layouts pinned; of each plan a rank
-of the first, a middle and the last stage. The page is written anew after every rank.
+The plans are for Llama 8B on 8 and Llama 70B on 64 A100s of 80 GB: the chosen ones, and some with
+pinned layouts. Of each plan, a rank of the first, of a middle and of the last stage is run. The
+page is rewritten after every rank.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A Llama on some devices, and what is pinned of its plan."""
+    """A Llama on some devices, and the pins of its plan."""
 
     name: str
     size: str
@@ -50,11 +51,11 @@ class Row:
     run: DryRun
     predicted: MemoryPrediction
     seconds: float
-    processor_seconds: float  # of all processes, which a busy machine does not change much
+    processor_seconds: float  # CPU time of all processes: a busy machine hardly changes it
 
     @property
     def is_close(self) -> bool:
-        """Whether both targets are kept."""
+        """Whether the error is at most CLOSE, and the run took at most MOST_SECONDS."""
         return abs(self.run.error) <= CLOSE and self.seconds <= MOST_SECONDS
 
 
@@ -155,7 +156,7 @@ def run_gib(categories: Mapping[str, int]) -> Mapping[str, float]:
 
 
 def main() -> None:
-    """Measure, print and keep the result as it goes."""
+    """Measure, print, and write the page after each rank."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     names = [case.name for case in CASES]
     parser.add_argument("--only", nargs="*", choices=names, default=names, metavar="CASE")

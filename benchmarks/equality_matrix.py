@@ -1,7 +1,7 @@
-"""Trains every zoo model under every kind of plan, and draws where that equals one process.
+"""Trains every zoo model under every kind of plan, and tabulates which trainings equal one process.
 
-`python -m benchmarks.equality_matrix [MODEL…] [--kinds PATTERN…] [--dtype float32]`; with models or
-kinds named, it prints these cells and leaves the results file alone.
+`python -m benchmarks.equality_matrix [MODEL…] [--kinds PATTERN…] [--dtype float32]`; if models or
+kinds are named, it only prints their cells, and does not write the results file.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def cell(model: str, kind: str, dtype: str) -> str:
-    """Return what becomes of one model under one kind of plan."""
+    """Return the result of one model under one kind of plan: equal, refused or wrong."""
     if not is_applicable(model, kind):
         return NO_AXES
     try:

@@ -1,9 +1,9 @@
-"""Computes every op of torch's own tests as it is printed, and in every layout.
+"""Computes every op of torch's own tests as scripts print it, and in every layout.
 
-`python -m benchmarks.every_op [NAME]`, for ops whose names hold NAME. Each sample is traced as a
-small model in float32; each op of its graph is computed as printed, and then in float64 on
-2 and 3 simulated ranks in every layout that the planner has for it, with its gradients. Wants
-`expecttest`, which torch's tests want.
+`python -m benchmarks.every_op [NAME]`, for ops whose names contain NAME. Each sample of an op is
+traced as a small model in float32. Each op of its graph is computed as scripts print it, and then
+in float64 on 2 and 3 simulated ranks in every layout that the planner has for it, with its
+gradients. Needs the package `expecttest`, as torch's tests do.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ import torch
 from tests.field.op_trial import Finding, Kind, database, findings
 
 RESULT = Path(__file__).parent / "results" / "every_op.md"
-_MOST_SECONDS = 60  # of one op
+_MOST_SECONDS = 60  # for one op
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Try the ops one after another, and keep the page where all were tried."""
+    """Try the ops one after another; write the page if all were tried."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("name", nargs="?", default="", help="part of the names of ops")
     options = parser.parse_args(argv)
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _tried(info: Any) -> Sequence[Finding]:
-    """Return what is found of an op in the time that it has."""
+    """Return the findings of an op's samples, as many as are tried in _MOST_SECONDS."""
     found: list[Finding] = []
     signal.signal(signal.SIGALRM, _out_of_time)
     signal.alarm(_MOST_SECONDS)
@@ -61,7 +61,7 @@ def _tried(info: Any) -> Sequence[Finding]:
 
 
 class _OutOfTimeError(BaseException):
-    """Not an Exception, which a trial would take for what it is looking for."""
+    """Raised when an op's time is over. A trial would count an Exception as a finding."""
 
 
 def _out_of_time(*_: object) -> None:
@@ -69,7 +69,7 @@ def _out_of_time(*_: object) -> None:
 
 
 def _distinct(found: Sequence[Finding]) -> Iterator[Finding]:
-    """Yield what is not the same, each kind once."""
+    """Yield one finding of each kind but SAME."""
     yield from {one.kind: one for one in found if one.kind is not Kind.SAME}.values()
 
 

@@ -1,15 +1,14 @@
-"""Measures every plan that the search can choose for small models, on two processes here.
+"""Measures every plan that the search can choose for small models, on two local processes.
 
     python -m benchmarks.every_plan [MODEL…] [--rounds 3] [--budget 30] [-o FILE]
 
 Each model is profiled with its collectives, as `autopar profile --net` does it; then every
 arrangement of the search (degrees, microbatches, schedule, ZeRO), with each recompute mode, is
 planned with that profile, emitted, and its script trained on two gloo processes of one thread.
-The scripts take turns in some rounds, so that a slow minute of the machine meets all of them. What
-was predicted stands beside what was measured, and the plan that the search chooses by itself beside
-the best of all. The fastest of a hundred measurements is so by luck, too: the plan that is chosen
-and the few that ran fastest run again in turns, and these runs alone say how far it is from the
-best.
+The scripts take turns in several rounds, so that a slow minute of the machine affects all of them.
+The page compares predicted with measured times, and the plan that the search chooses with the best.
+The fastest of a hundred measurements is partly luck. So the chosen plan and the few fastest run
+again in turns, and only these runs say how far the chosen plan is from the best.
 """
 
 from __future__ import annotations
@@ -71,11 +70,11 @@ class Row:
     recompute: Recompute
     predicted_seconds: float
     measured_seconds: float
-    again_seconds: float | None = None  # in the final, of the plans that ran in it
+    again_seconds: float | None = None  # measured again; only for the chosen and fastest plans
 
     @property
     def error(self) -> float:
-        """Return by which share the prediction is off."""
+        """Return predicted ÷ measured seconds − 1."""
         return self.predicted_seconds / self.measured_seconds - 1
 
     @property
@@ -87,7 +86,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """All plans of a model, the one that the search chooses among them."""
+    """All plans of a model, and the one of them that the search chooses."""
 
     case: Case
     rows: tuple[Row, ...]
@@ -96,12 +95,12 @@ class Trial:
 
     @property
     def median_error(self) -> float:
-        """Return how far predictions are off in the middle."""
+        """Return the median of the absolute errors."""
         return median(abs(row.error) for row in self.rows)
 
     @property
     def tau(self) -> float:
-        """Return how well the order of the predictions is that of the measurements."""
+        """Return Kendall's τ of the predictions and the measurements: 1 if their orders agree."""
         return kendall_tau(
             [row.predicted_seconds for row in self.rows],
             [row.measured_seconds for row in self.rows],
@@ -109,7 +108,7 @@ class Trial:
 
     @property
     def lost(self) -> float:
-        """Return by which share the chosen plan takes longer than the best of the final."""
+        """Return by which share the chosen plan is slower than the best; both were run again."""
         assert self.chosen.again_seconds is not None
         best = min(row.again_seconds for row in self.rows if row.again_seconds is not None)
         return self.chosen.again_seconds / best - 1
@@ -150,7 +149,7 @@ def trial(case: Case, *, rounds: int, budget_seconds: float) -> Trial:
 def in_turns(
     scripts: Sequence[Path], numbers: Collection[int], *, rounds: int
 ) -> Mapping[int, float]:
-    """Return what a step of some of the scripts takes in the middle of some rounds."""
+    """Run these scripts in turns, and return the median seconds of a step of each."""
     taken: dict[int, list[float]] = {number: [] for number in numbers}
     for _ in range(rounds):
         for number in random.sample(sorted(taken), len(taken)):
@@ -159,7 +158,7 @@ def in_turns(
 
 
 def profiled(subject: Known, budget_seconds: float) -> MeasuredFile:
-    """Return what `autopar profile --net` measures, for every microbatch that there can be."""
+    """Return what `autopar profile --net` measures, for every possible microbatch."""
     sizes = (size for size in range(1, subject.case.batch + 1) if subject.case.batch % size == 0)
     request = ProfileRequest(
         batches=tuple(sizes),
@@ -197,7 +196,7 @@ class Planner:
                 except AutoparError:
                     refused += 1
                     continue
-                if mode_of(plan) is mode:  # no layer has something to compute again otherwise
+                if mode_of(plan) is mode:  # else the layers have nothing to recompute
                     plans.append(plan)
         return plans, refused
 
@@ -227,7 +226,7 @@ class Planner:
 
 
 def pinned(free: Constraints, arrangement: Arrangement, mode: Recompute) -> Constraints:
-    """Return the constraints that leave one arrangement, with one recompute mode in all layers."""
+    """Return constraints that allow only one arrangement, and one recompute mode in all layers."""
     return replace(
         free,
         pipeline=arrangement.pipeline,
@@ -282,7 +281,7 @@ def _text(seconds: float | None) -> str:
 
 
 def main() -> None:
-    """Measure, print and keep the result."""
+    """Measure, print, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("models", nargs="*", help="parts of file names; all of them if absent")
     parser.add_argument("--rounds", type=int, default=3)

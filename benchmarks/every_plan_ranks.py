@@ -13,12 +13,12 @@ from tests.runtime.processes import run_on_ranks
 
 RANKS = 2
 STEPS_TO_WARM_UP = 2
-SECONDS_OF_A_VISIT = 0.8  # for the steps that count
+SECONDS_OF_A_VISIT = 0.8  # for the steps that are measured, after the warm-up
 FEWEST_STEPS = 3
 
 
 def step_seconds(script: Path) -> list[float]:
-    """Return the seconds of some steps in a row, each those of the slower rank."""
+    """Return the seconds of several steps, each as measured on the slower rank."""
     by_rank = run_on_ranks(_steps, RANKS, str(script), timeout_seconds=120.0)
     return [max(seconds) for seconds in zip(*by_rank, strict=True)]
 

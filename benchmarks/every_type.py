@@ -1,9 +1,9 @@
 """Takes every model type of transformers, made tiny, through plan, script and training.
 
-`python -m benchmarks.every_type [TASK[:TYPE]…] [--missing]`, with dp 2, pp 2 and tp 2 each, and
-recomputed under ZeRO-3 and in a pipeline, with the caches that decoders come with. A library whose
-models are of a family each (timm, torchvision) is a task of its own, where it is installed. Types
-that plain PyTorch does not train as they were made are counted apart: nothing is said of them.
+`python -m benchmarks.every_type [TASK[:TYPE]…] [--missing]`. Each type is planned with dp 2, with
+pp 2 and with tp 2, and twice with full recomputation (under ZeRO-3, and in a pipeline), for which
+decoders use their caches. Each installed library of model families (timm, torchvision) is a task,
+too. Types that plain PyTorch does not train in these sizes are counted separately, and not tried.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _MOST_SECONDS = 4.0  # of a step: a field trial has dozens, in float64
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Compute the cells one after another, and draw the page anew with each type."""
+    """Compute the cells one after another, and rewrite the page after each type."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("wanted", nargs="*", help="tasks, or task:type", default=list(TASKS))
     parser.add_argument("--missing", action="store_true", help="only cells that are not kept yet")
@@ -81,7 +81,7 @@ def _cells(task: str, kind: str, names: Sequence[str]) -> Iterator[tuple[Place, 
 
 
 def _fault(subject: Subject) -> str:
-    """Return why plain PyTorch takes no step with a model as it was made, "" where it does."""
+    """Return why a model cannot be tried (plain PyTorch fails, too large, too slow), or ""."""
     file = load_model_file(str(subject.path), subject.arguments)
     try:
         built = build(file, device="cpu", dtype=None, batch_size=4)

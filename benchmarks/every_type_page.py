@@ -1,4 +1,4 @@
-"""Draws the page of `every_type`: counts by task, then what was refused or wrong, and why."""
+"""Makes the page of `every_type`: counts by task, then what was refused or wrong, and why."""
 
 from __future__ import annotations
 
@@ -55,7 +55,10 @@ def _row(task: str, cells: Mapping[Place, Cell], kinds: Sequence[str]) -> str:
 
 
 def _count(cells: Sequence[Cell], *, of: int) -> str:
-    """Return how many are equal, and of how many where not all types were run so."""
+    """Return how many cells are equal, of how many if some types are missing, and (really split).
+
+    A plan is really split if tensor ranks divide at least _LEAST_SHARE of its matmul FLOPs.
+    """
     if not cells:
         return "–"
     equal = [one for one in cells if one.verdict is ExitReason.EQUAL]
@@ -66,7 +69,7 @@ def _count(cells: Sequence[Cell], *, of: int) -> str:
 
 
 def _reasons(title: str, cells: Mapping[Place, Cell], verdict: ExitReason) -> Iterator[str]:
-    """Yield each reason once, with the types and kinds that it is told of."""
+    """Yield each reason once, with the types and kinds of plan that it applies to."""
     found = defaultdict[str, dict[str, list[str]]](lambda: defaultdict(list))
     for (task, kind, name), one in cells.items():
         if one.verdict is verdict and name != NOT_MADE:

@@ -1,7 +1,7 @@
-"""Takes models that nobody here wrote through plan, script and training, and draws what became.
+"""Takes other people's models through plan, script and training, and tabulates the results.
 
 `python -m benchmarks.field_trial [SUBJECT…] [--kinds KIND…] [--missing]`, where names are patterns.
-Every cell is kept as it comes, so that a part of the trial can be run again after a mend.
+Every result is saved at once, so that a part of the trial can be repeated after a fix.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CELLS = RESULTS.with_suffix(".jsonl")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Compute the cells one after another, and draw the page anew with each."""
+    """Compute the cells one after another, and rewrite the page after each."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("subjects", nargs="*", help="patterns, as in `Falcon*`")
     parser.add_argument("--kinds", nargs="+", default=["*"], help="patterns, as in `tp*`")
@@ -48,7 +48,7 @@ def _matching(names: Iterable[str], patterns: Sequence[str]) -> list[str]:
 
 
 def kept_cells() -> Cells:
-    """Return the cells that earlier runs have left, those that still exist."""
+    """Return the cells of earlier runs whose subject and kind still exist."""
     found: dict[tuple[str, str], Cell] = {}
     for line in CELLS.read_text(encoding="utf-8").splitlines() if CELLS.exists() else ():
         row = json.loads(line)

@@ -9,11 +9,11 @@ from tests.field.trial import HALF_TOLERANCE, STEPS, TOLERANCE, Cell, ExitReason
 
 Cells = Mapping[tuple[str, str], Cell]
 
-REAL_SPLIT = 0.6  # of the matrix FLOPs
+REAL_SPLIT = 0.6  # the least share of the matrix FLOPs that tensor ranks divide
 
 
 def page(cells: Cells) -> str:
-    """Return the page of the cells that are there."""
+    """Return the page with all cells that were computed."""
     reasons = list(
         dict.fromkeys(c.detail for c in cells.values() if c.verdict is not ExitReason.EQUAL)
     )

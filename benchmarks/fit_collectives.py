@@ -1,10 +1,10 @@
-"""Refits the collectives of costs/: `python -m benchmarks.fit_collectives TABLE_DIR [--fit]`.
+"""Refits the constants of collectives: `python -m benchmarks.fit_collectives TABLE_DIR [--fit]`.
 
 TABLE_DIR holds ops_nccl.csv, ops_busbw_ratio_simai.csv and ops_comm_fit_simumax.csv (columns as in
 docs). Without --fit only the residuals of the shipped constants are printed. Rows whose machine is
-not stated are left out. What the tables do not say and is assumed here: SimAI's ratios are of 400
-Gb/s per GPU between nodes and of 450 GB/s within one, and its collectives between nodes are ring
-all-gathers; rows of Galvatron without a size are 256 MiB; SimuMax's fits are 1 GiB.
+not stated are left out. The tables do not say the following, which is assumed here: SimAI's ratios
+are of 400 Gb/s per GPU between nodes and of 450 GB/s within one, and its collectives between nodes
+are ring all-gathers; rows of Galvatron without a size are of 256 MiB; SimuMax's fits are of 1 GiB.
 """
 
 import argparse
@@ -41,7 +41,7 @@ def errors(rows: Sequence[Row], constants: CollectiveConstants) -> list[float]:
 
 
 def loss(rows: Sequence[Row], constants: CollectiveConstants) -> float:
-    """Return the mean |log ratio|; messages of a few KiB count a quarter."""
+    """Return the mean |log ratio|; messages of up to 64 KiB count a quarter."""
     weights = [0.25 if row.payload_bytes <= 64 * 1024 else 1.0 for row in rows]
     missed = [abs(math.log1p(error)) for error in errors(rows, constants)]
     return sum(w * m for w, m in zip(weights, missed, strict=True)) / sum(weights)
@@ -91,12 +91,12 @@ def _protocol_knob(index: int, name: str) -> Knob:
 
 
 def is_ruled_by_launch(row: Row) -> bool:
-    """Say whether a row times a launch from Python, which a training step hides in its queue."""
+    """Whether a row mostly times the launch, which a training step hides behind queued work."""
     return row.table == "framework timer" and row.payload_bytes < 16 * MEBIBYTE
 
 
 def starting_point() -> CollectiveConstants:
-    """Return the constants of NCCL's model (src/graph/tuning.cc), to which the fit is held."""
+    """Return the constants of NCCL's model (src/graph/tuning.cc), close to which the fit stays."""
     ll, ll128, simple = read_collective_constants().nccl
     return dataclasses.replace(
         read_collective_constants(),
@@ -118,8 +118,8 @@ def starting_point() -> CollectiveConstants:
 def fit(rows: Sequence[Row], constants: CollectiveConstants) -> CollectiveConstants:
     """Return the constants after coordinate descent with shrinking steps.
 
-    Leaving the values that it starts from, NCCL's own, costs: the tables cannot tell all constants
-    apart.
+    Moving constants away from NCCL's own values, at which the fit starts, adds to its loss, because
+    the tables cannot tell all constants apart.
     """
     scales = {name: 0.0 for name, _ in knobs()}  # logarithm of what each constant was multiplied by
     best = loss(rows, constants)

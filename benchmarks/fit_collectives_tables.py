@@ -1,4 +1,4 @@
-"""Reads published NCCL tables into rows that the formulas of collectives can be held against."""
+"""Reads published NCCL tables into rows, with which the formulas of collectives are compared."""
 
 import csv
 import re
@@ -41,7 +41,7 @@ def bus_factor(collective: Collective, ranks: int) -> float:
 
 
 def machine(device_name: str, *, nodes: int, gpus: int, network: Link | None) -> Cluster:
-    """Return equal nodes of a device."""
+    """Return a cluster of equal nodes with this device."""
     device = find_device(device_name)
     per_node = gpus // nodes
     fabric = network or known_fabrics()[device.fabric]

@@ -47,7 +47,10 @@ def relative_errors(
 
 
 def loss(rows: Sequence[Measured], sheets: Sheets, constants: ComputeConstants) -> float:
-    """Return the mean |log error| summed over devices: the mean of absolutes bears throttling."""
+    """Return Σ over devices of the mean |log error|.
+
+    Errors are not squared, so that rows of a throttled device do not dominate.
+    """
     errors = relative_errors(rows, sheets, constants)
     groups: dict[str, list[float]] = {}
     for row, error in zip(rows, errors, strict=True):
@@ -57,7 +60,7 @@ def loss(rows: Sequence[Measured], sheets: Sheets, constants: ComputeConstants) 
 
 
 def set_gemm(constants: ComputeConstants, point: Point) -> ComputeConstants:
-    """Return the constants with the matrix knobs, then joules per FLOP of both generations."""
+    """Set the values of `point`: GEMM_KNOBS, then the joules per FLOP of each architecture."""
     knobs: dict[str, Any] = dict(zip(GEMM_KNOBS, point, strict=False))
     gemm = replace(constants.gpu_gemm, **knobs)
     joules = dict(zip(ARCHITECTURES, point[len(GEMM_KNOBS) :], strict=True))
@@ -69,7 +72,11 @@ def set_gemm(constants: ComputeConstants, point: Point) -> ComputeConstants:
 
 
 def set_attention(constants: ComputeConstants, point: Point, direction: str) -> ComputeConstants:
-    """Return the constants with share and tail of both generations, and the loss past 128."""
+    """Set the values of `point` for one direction.
+
+    These are share of the peak and tail rows of each architecture, then the factor for heads wider
+    than 128.
+    """
     facts: dict[str, dict[str, Any]] = {
         name: {f"attention_{direction}": point[2 * i], f"{direction}_tail_rows": point[2 * i + 1]}
         for i, name in enumerate(ARCHITECTURES)

@@ -1,4 +1,4 @@
-"""Turns tables of measured kernels into rows that know their formula."""
+"""Turns tables of measured kernels into rows, each with the formula that predicts it."""
 
 import csv
 from collections.abc import Callable
@@ -115,7 +115,10 @@ def read_best_shapes(folder: Path) -> list[Measured]:
 
 
 def read_grouped(folder: Path) -> list[Measured]:
-    """Return the experts' products, none of them fitted: A100 ran one kernel, B200 one each."""
+    """Return the experts' products, which are not fitted.
+
+    The A100 ran one kernel for all experts, the B200 one for each.
+    """
     measured = []
     for row in read_rows(folder / "ops_grouped_gemm_simumax.csv"):
         groups, m, n, k = (int(row[name]) for name in ("num_groups", "m_per_group", "n", "k"))
@@ -152,8 +155,9 @@ def read_grouped(folder: Path) -> list[Measured]:
 def read_attention(folder: Path, random: Random) -> list[Measured]:
     """Return the causal fused attentions.
 
-    The table's FLOPs are those of the full square, and 2.5 times it backward: A100's figures above
-    1 are otherwise impossible, and so they agree with what FlashAttention-2 reports.
+    The table counts the FLOPs of the full square, not of its causal half, and 2.5 times as many for
+    the backward. Otherwise the A100 could not have efficiencies above 1. With this count, they
+    agree with what FlashAttention-2 reports.
     """
     measured = []
     for row in read_rows(folder / "ops_attention_simumax.csv"):

@@ -2,9 +2,9 @@
 
     python benchmarks/fit_framework.py TABLE.csv [TABLE2.csv …]
 
-One constant after the other is made larger and smaller while that helps. The loss of a row is
-|log(predicted ÷ measured)|, at most 0.3, so that runs which went wrong pull at nothing. Every
-second row of each model is fitted, the others are only scored.
+Each constant in turn is made larger and smaller; a change that lowers the mean loss is kept. The
+loss of a row is |log(predicted ÷ measured)|, but at most 0.3, so that runs which went wrong have no
+influence. Every second row is fitted, the others are only scored.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Edits emitted scripts, one thing at a time, and tells whether verification finds each edit.
 
-`python -m benchmarks.mutations [PLAN…]`; with plans named, it prints and leaves the page alone.
+`python -m benchmarks.mutations [PLAN…]`; if plans are named, it only prints, and writes no page.
 """
 
 from __future__ import annotations

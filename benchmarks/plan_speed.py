@@ -3,10 +3,10 @@
     python benchmarks/plan_speed.py [gpt2-8 llama8b-64 … chain-1000] [-o FILE]
     python benchmarks/plan_speed.py --scaling [-o FILE]
 
-Every case is a process of its own, with nothing of it remembered from before: imports, trace,
-search, plan.json and train.py. Beside the wall stands the processor's time, which a busy machine
-does not change much. The gap is how much faster a plan might be than the fastest one found.
-`--scaling` measures and draws one model on ever more devices, and an ever longer chain of layers.
+Every case runs in a process of its own with an empty cache: imports, trace, search, plan.json and
+train.py. The table has wall time, and processor time, which a busy machine hardly changes. The gap
+is the share of the step by which another plan may still be faster than the one found. `--scaling`
+measures and draws one model on ever more devices, and an ever longer chain of layers.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Taken:
-    """What a case took."""
+    """The time and memory that a case took."""
 
     case: Case
     wall_seconds: float
     processor_seconds: float
     peak_bytes: int
-    gap: float  # that the plan is proved to, as a share of the step
-    fault: str  # the end of what it said, where it failed
+    gap: float  # the share of the step by which another plan may still be faster
+    fault: str  # the end of its output, if it failed
 
     @property
     def is_within(self) -> bool:
-        """Whether it kept to both targets."""
+        """Whether it succeeded, within its limits of time and memory."""
         is_fast = self.wall_seconds <= self.case.most_seconds
         return not self.fault and is_fast and self.peak_bytes <= MOST_BYTES
 
@@ -174,7 +174,7 @@ def measured(case: Case) -> Taken:
 
 
 def proved_gap(folder: Path) -> float:
-    """Return how much faster a plan might be than the fastest one found."""
+    """Return the share of the step by which another plan may still be faster."""
     plan = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
     return float(plan["proof"]["gap"])
 
@@ -236,7 +236,7 @@ def draw(rows: Sequence[Taken], path: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure the cases asked for, all where none is named."""
+    """Measure the named cases, or all if none is named."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     names = [case.name for case in CASES]
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(names)}")

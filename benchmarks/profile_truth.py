@@ -1,16 +1,17 @@
-"""Compares what is predicted from a profile with what this machine does.
+"""Compares predictions from a profile with what this machine takes.
 
     python -m benchmarks.profile_truth [--turns 4] [--budget 4] [-o FILE]
 
 Five models of the zoo, two taggers with recurrent layers and a decoder of transposed convolutions,
 on one process: each is profiled, and planned for one CPU with the profile and by formulas alone.
 Its step is run as plain PyTorch (forward, backward, fused AdamW, zero_grad). Then two gloo
-processes: the all-reduces of each zoo model's gradients, and the collectives of its best plan with
-two tensor ranks.
+processes run the all-reduces of each zoo model's gradients, and the collectives of its best plan
+with two tensor ranks.
 
-Formulas know the CPU of the device sheet, not this one: what counts is how alike their errors are.
-Profiles and runs take turns. A step is the median of the lone computing thread's own time, which
-is the wall's on a machine that nobody else uses; the quickest step by the wall stands beside it.
+Formulas know the CPU of the device sheet, not this one: only the spread of their errors counts.
+Profiles and runs take turns. The time of a step is the median CPU time of the only computing
+thread, which is its wall time on a machine that nobody else uses. The shortest wall time of a step
+is printed beside it.
 """
 
 import argparse
@@ -86,12 +87,12 @@ class StepRow:
     predicted_seconds: float
     formula_seconds: float  # predicted without a profile
     measured_seconds: float
-    quickest_seconds: float  # by the wall
-    provenance: str  # of the computing
+    quickest_seconds: float  # the shortest wall time of a step
+    provenance: str  # where the predicted time of computing comes from
 
     @property
     def error(self) -> float:
-        """Return by which share the prediction is off."""
+        """Return predicted ÷ measured seconds − 1."""
         return self.predicted_seconds / self.measured_seconds - 1
 
     @property
@@ -121,7 +122,7 @@ def known(case: Case) -> Known:
 
 
 def step_row(case: Case, *, turns: int, budget_seconds: float) -> StepRow:
-    """Profile and run a model in turns; the prediction is the median of those of all profiles."""
+    """Profile and run a model in turns; the prediction is the median of those by each profile."""
     subject = known(case)
     runs: list[tuple[float, float]] = []
     predictions: list[Prediction] = []
@@ -153,7 +154,7 @@ def profiled(subject: Known, budget_seconds: float) -> MeasuredFile:
 
 
 def predicted(subject: Known, measured: MeasuredFile | None) -> Prediction:
-    """Return what the plan of one CPU says, with the whole batch at once."""
+    """Return the prediction of the plan for one CPU, with the whole batch in one microbatch."""
     case = subject.case
     wanted = {"global_batch": str(case.batch), "precision": "fp32"}
     return search(
@@ -168,7 +169,7 @@ def predicted(subject: Known, measured: MeasuredFile | None) -> Prediction:
 
 
 def steps(known_: Known) -> list[tuple[float, float]]:
-    """Run training steps; return each one's seconds of the thread and of the wall."""
+    """Run training steps; return the CPU time of the thread, and the wall time, of each."""
     with as_in_training(local_device(), Precision.FP32):
         torch.set_num_threads(1)
         subject = build(known_.model_file, device="cpu", dtype=None, batch_size=known_.case.batch)
@@ -219,7 +220,7 @@ def report(steps_: Sequence[StepRow], collectives: Sequence[CollectiveRow]) -> I
 
 
 def main() -> None:
-    """Measure, print and keep the result."""
+    """Measure, print, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--budget", type=float, default=4.0, help="seconds of one profile")

@@ -1,4 +1,4 @@
-"""Compares the collectives that plans of two gloo ranks call with what they take here."""
+"""Compares predicted with measured times of the collectives that plans for two gloo ranks call."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -38,12 +38,12 @@ class CollectiveRow:
 
     @property
     def error(self) -> float:
-        """Return by which share the prediction is off."""
+        """Return predicted ÷ measured seconds − 1."""
         return self.predicted_seconds / self.measured_seconds - 1
 
 
 def collective_rows(models: Sequence[Model]) -> list[CollectiveRow]:
-    """Measure the link and, taking turns with that, what the plans call."""
+    """Measure the link and the plans' collectives in turns, and predict these from the link."""
     plain = choose_cluster(RANKS, "cpu")
     wanted = [one for model in models for one in _wanted(model, plain)]
     calls = list(dict.fromkeys((collective, size) for _, _, collective, size in wanted))
@@ -70,7 +70,7 @@ def collective_rows(models: Sequence[Model]) -> list[CollectiveRow]:
 
 
 def _wanted(model: Model, machines: Cluster) -> Iterator[tuple[str, str, Collective, int]]:
-    """Yield what a model's plans call: buckets of gradients, and conversions of activations."""
+    """Yield the collectives of a model's plans: gradient buckets, conversions of activations."""
     file, _, batch = model
     name = file.rpartition("/")[2]
     plan = _tensor_plan(model, machines)

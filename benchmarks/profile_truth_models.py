@@ -1,4 +1,4 @@
-"""Models whose time is that of recurrent layers, or of transposed convolutions.
+"""Models that spend their time in recurrent layers, or in transposed convolutions.
 
 Kinds: lstm, gru (taggers of words), deconv (a decoder of images, as of a GAN or an autoencoder).
 """

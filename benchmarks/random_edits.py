@@ -1,6 +1,6 @@
-"""Edits the files that people give at random for a minute each, and tells what is not refused.
+"""Edits each kind of input file at random for a minute, and prints the edits that go wrong.
 
-`python -m benchmarks.random_edits [SECONDS] [FILE…]`; leaves with 1 where anything went wrong.
+`python -m benchmarks.random_edits [SECONDS] [FILE…]`; exits with 1 if any edit went wrong.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from tests.edited_files import KINDS, faults, kinds
 from tests.random_edits import Edited
 
-_FIRST_SEED = 1_000_000  # those of the suite are below
+_FIRST_SEED = 1_000_000  # the test suite has smaller seeds
 
 
 def main(argv: Sequence[str] | None = None) -> None:

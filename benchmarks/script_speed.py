@@ -41,11 +41,11 @@ class Size:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A plan, by what is pinned of it, what it is held against, and the ratio to reach."""
+    """The pins of a plan, the hand-written training to compare it with, and the ratio to reach."""
 
     name: str
     pins: str
-    rows_of_microbatch: float  # of the global batch
+    rows_of_microbatch: float  # as a share of the global batch
     hand: str
     target: float
 
@@ -116,12 +116,12 @@ class Row:
 
     @property
     def ratio(self) -> float:
-        """Return how many times as fast the script is, in the middle."""
+        """Return how many times as fast the script is: the median of the pairs."""
         return median(pair.ratio for pair in self.pairs)
 
     @property
     def core_ratio(self) -> float:
-        """Return the same of the cores' own time, which other programs on them hardly change."""
+        """Return the same ratio of CPU times, which other programs hardly change."""
         return median(pair.core_ratio for pair in self.pairs)
 
 
@@ -182,7 +182,7 @@ def report(rows: Sequence[Row], *, rounds: int) -> Iterator[str]:
 
 
 def main() -> None:
-    """Measure, print and keep the result."""
+    """Measure, print, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--pairs", type=int, default=40, help="of one round")
     parser.add_argument("--rounds", type=int, default=3)

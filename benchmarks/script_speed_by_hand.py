@@ -1,8 +1,8 @@
-"""The trainings that emitted scripts are held against: GPT-2 split by hand with torch's own tools.
+"""The trainings with which emitted scripts are compared: GPT-2 split by hand with torch's tools.
 
 Every function takes the whole model with its initial weights and returns a step: microbatches in,
 the mean loss of this rank out (0 on ranks that do not see it). All of them clip by the global norm
-and use the fused AdamW. What was tried and was slower is said where it was.
+and use the fused AdamW.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ ADAMW: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "fused": True}
 
 
 def data_parallel(model: nn.Module) -> Step:
-    """DistributedDataParallel, gradients as views of its buckets."""
+    """Train with DistributedDataParallel, with gradients as views of its buckets."""
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=True)
     return _step_of(wrapped, model, AdamW(grouped(model.parameters()), **ADAMW))
 
 
 def zero_1(model: nn.Module) -> Step:
-    """DDP, and ZeroRedundancyOptimizer, which hands whole parameters out to the ranks.
+    """Train with DDP and ZeroRedundancyOptimizer, which assigns whole parameters to ranks.
 
-    Its `overlap_with_ddp` steps within the backward, before the global norm is known.
+    Its `overlap_with_ddp` is not used: it steps within the backward, before the global norm is
+    known.
     """
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=True)
     optimizer = ZeroRedundancyOptimizer(
@@ -51,12 +52,12 @@ def zero_1(model: nn.Module) -> Step:
 
 
 def zero_2(model: nn.Module) -> Step:
-    """fully_shard by the block; parameters stay gathered from the forward to the backward."""
+    """Apply fully_shard to each block; parameters stay gathered from forward to backward."""
     return _fully_sharded(model, frees_after_forward=False)
 
 
 def zero_3(model: nn.Module) -> Step:
-    """fully_shard by the block; parameters are gathered again for the backward."""
+    """Apply fully_shard to each block; parameters are gathered again for the backward."""
     return _fully_sharded(model, frees_after_forward=True)
 
 
@@ -86,7 +87,7 @@ def _step_of(wrapped: Any, model: nn.Module, optimizer: Optimizer) -> Step:
 
 
 def _synchronised(wrapped: Any, *, now: bool) -> Any:
-    """Reduce gradients with the last microbatch."""
+    """Return a context whose backward reduces gradients only if `now` is set."""
     if isinstance(wrapped, DistributedDataParallel):
         return nullcontext() if now else wrapped.no_sync()
     wrapped.set_requires_gradient_sync(now)
@@ -127,7 +128,7 @@ class SecondHalf(nn.Module):
 
 
 def pipeline(model: Any, microbatches: int) -> Step:
-    """PipelineStage and Schedule1F1B over two ranks, which both hold the tied embedding."""
+    """Train with PipelineStage and Schedule1F1B on two ranks; both hold the tied embedding."""
     rank = dist.get_rank()
     half = FirstHalf(model) if rank == 0 else SecondHalf(model)
     table = model.wte.weight  # tied to lm_head.weight: each rank holds a copy
@@ -165,12 +166,12 @@ def mean_loss(logits: Tensor, batch: Batch) -> Tensor:
 
 
 def gradients_of(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    """Return the gradients that there are."""
+    """Return the gradients that exist."""
     return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
 def grouped(parameters: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
-    """Decay matrices, but neither biases nor norms."""
+    """Return parameter groups with weight decay for matrices, but not for biases and norms."""
     every = list(parameters)
     return [
         {"params": [p for p in every if p.dim() >= 2], "weight_decay": 0.1},

@@ -34,7 +34,7 @@ from benchmarks.script_speed_by_hand import (
 
 
 def tensor_parallel(model: nn.Module) -> Step:
-    """Column- and row-wise linears; embedding and loss split by the vocabulary."""
+    """Train with column- and row-wise linears, and embedding and loss split by the vocabulary."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in _blocks_by_heads(model, mesh):
         parallelize_module(block, mesh, _linears())
@@ -47,7 +47,7 @@ def tensor_parallel(model: nn.Module) -> Step:
 
 
 def sequence_parallel(model: nn.Module) -> Step:
-    """The same, with norms, dropout and residual sums split along the sequence."""
+    """Train in the same way, with norms, dropout and residual sums split along the sequence."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     inner: dict[str, ParallelStyle] = {
         "ln_1": SequenceParallel(),
@@ -101,7 +101,7 @@ def _step_of(model: Any) -> Step:
     parameters: list[Any] = list(model.parameters())
     split: list[Any] = [parameter for parameter in parameters if isinstance(parameter, DTensor)]
     whole: list[Any] = [parameter for parameter in parameters if not isinstance(parameter, DTensor)]
-    # One group must not mix DTensors with tensors: the fused kernel takes either.
+    # A group must not mix DTensors with plain tensors: a fused kernel takes only one kind.
     optimizer = AdamW([*grouped(split), *grouped(whole)], **ADAMW)
 
     def step(microbatches: Sequence[Batch]) -> Tensor:

@@ -1,4 +1,4 @@
-"""Times an emitted script's step against a hand-written one, in turns, on two processes."""
+"""Times steps of an emitted script and of a hand-written training, in turns, on two processes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ BY_HAND: dict[str, Callable[[Any, int], Step]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """One step of each side, one right after the other: the slower rank's, and both cores' time."""
+    """A step of each side, right after each other: seconds of the slower rank, CPU time of both."""
 
     script_seconds: float
     hand_seconds: float
@@ -54,7 +54,7 @@ class Pair:
 
     @property
     def core_ratio(self) -> float:
-        """Return how many times as much computing the hand-written step takes; waiting is free."""
+        """Return how many times as much CPU time the hand-written step takes."""
         return self.hand_core_seconds / self.script_core_seconds
 
 
@@ -102,14 +102,14 @@ def _rank(rank: int, script: Path, hand: str, pairs: int, folder: Path) -> None:
 def _sides(script: Any, hand: str) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
     """Build both trainings from the same weights, over the same microbatches.
 
-    The script draws its own within its step, with the weights of their losses; the hand-written
-    training, whose every target counts, has them before.
+    The script reads its microbatches, with the weights of their losses, within its step. The
+    hand-written training gets them beforehand, without weights, because all targets count.
     """
     mesh = mesh_of(script)
     batches = [batch for batch, _ in islice(data_of(script, mesh), script.MICROBATCHES)]
     own = step_of(script, mesh)
 
-    # Each rank's part of the loss is weighed such that the parts average over the data axis.
+    # `_rank` sums the losses of all ranks; with this factor, the sum is the mean over data ranks.
     share = 1 / (mesh.data.size * mesh.tensor.size)
     whole = build(script.new_model, seed=script.SEED)
     step = BY_HAND[hand](whole, script.MICROBATCHES)

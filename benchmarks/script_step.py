@@ -50,7 +50,7 @@ def step_of(script: Any, mesh: Mesh) -> Callable[[], Tensor]:
 
 
 def _maker(script: Any) -> OptimizerFactory:
-    """Return what makes the optimizer: the model file's function, or AdamW as the script has it."""
+    """Return a factory of the optimizer: the model file's, or AdamW with the script's settings."""
     if hasattr(script, "new_optimizer"):
         made: OptimizerFactory = script.new_optimizer
         return made

@@ -1,4 +1,4 @@
-"""Holds predicted steps against measured ones on two nodes whose link is made slow.
+"""Compares predicted with measured steps on two nodes whose link is made slow.
 
     python -m benchmarks.shaped_link [--rates 100 400] [--steps 8] [-o FILE]
 
@@ -59,7 +59,7 @@ class Row:
 
 
 def autopar(*words: str) -> None:
-    """Run a command of autopar; what it says is shown where it fails."""
+    """Run a command of autopar; if it fails, exit with its output."""
     command = [sys.executable, "-m", "autopar", *words]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     if done.returncode:
@@ -67,14 +67,14 @@ def autopar(*words: str) -> None:
 
 
 def shape(node: str, rate: int) -> None:
-    """Have a node send no more than so many Mbit/s."""
+    """Limit what a node sends to `rate` Mbit/s."""
     queue = ("tbf", "rate", f"{rate}mbit", "burst", "64kb", "latency", "400ms")
     words = ["ip", "netns", "exec", node, "tc", "qdisc", "add", "dev", CABLE, "root", *queue]
     subprocess.run(words, check=True)
 
 
 def rows(rates: Sequence[int], steps: int) -> Iterator[Row]:
-    """Plan and train on each link in each way."""
+    """Plan and train with each kind of plan on each link."""
     with TemporaryDirectory(prefix="shaped-link-") as folder:
         place = Path(folder)
         profiled = ("--batch", "2", "--batch", "4", "--precision", "fp32", "--budget", "30")
@@ -98,7 +98,7 @@ def rows(rates: Sequence[int], steps: int) -> Iterator[Row]:
 
 
 def _measured(out: Path, rate: int, steps: int) -> float:
-    """Return the seconds of a step, in the middle of all but the first two."""
+    """Train, and return the median seconds of all steps but the first two."""
     script = ("-m", "torch.distributed.run", *PLACE, "--nproc-per-node", "1", str(out / "train.py"))
     own = ("--steps", str(steps), "--log-every", "1", "--json", "--export", "none")
     with two_nodes() as nodes:
@@ -113,7 +113,7 @@ def _measured(out: Path, rate: int, steps: int) -> float:
 
 
 def main() -> None:
-    """Measure, print and keep the result."""
+    """Measure, print, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--rates", type=int, nargs="+", default=[100, 400], help="Mbit/s")
     parser.add_argument("--steps", type=int, default=8)

@@ -1,11 +1,12 @@
-"""Trains under faults, and compares the weights with those of a training that met none.
+"""Trains under faults, and compares the weights with those of a training without faults.
 
     python -m benchmarks.soak [--minutes 15] [--every 20] [--seed 0]
 
-A tiny GPT-2 on two ranks of this machine, under `autopar run --resume auto`. So many seconds after
-each (re)start one fault strikes: a rank or torchrun is killed with -9, the run gets SIGTERM, or a
-rank is stopped. A run that has ended is started again. When time is over it trains on to the end
-undisturbed, and the weights must be, to the bit, those of one training of as many steps.
+A tiny GPT-2 trains on two ranks of this machine, under `autopar run --resume auto`. `--every`
+seconds after each (re)start a fault strikes: a rank or torchrun is killed with -9, the run gets
+SIGTERM, or a rank is stopped (SIGSTOP). A run that has ended is started again. When the time is
+over, the last steps are trained undisturbed. The weights must then equal, bit by bit, those of one
+undisturbed training of as many steps.
 """
 
 from __future__ import annotations
@@ -65,12 +66,12 @@ class Soak:
             )
 
     def lines(self) -> list[dict[str, Any]]:
-        """Return what all runs have told, in its order."""
+        """Return the lines of metrics of all runs, in the order of their times."""
         files = self.folder.glob("runs/*/metrics.jsonl")
         return sorted((line for one in files for line in lines_of(one)), key=itemgetter("time"))
 
     def wait_for_start(self, number: int) -> None:
-        """Wait until the training has begun so often."""
+        """Wait until the training has started `number` times."""
         deadline = time.monotonic() + PATIENCE_SECONDS
         while len(starts(self.lines())) < number:
             self.job()
@@ -101,7 +102,7 @@ def children(process: int) -> list[int]:
 
 
 def starts(lines: Sequence[dict[str, Any]]) -> list[int]:
-    """Return the steps after which the training has begun, each time."""
+    """Return, for each start of the training, the step after which it started."""
     return [int(one["step"]) for one in lines if one.get("event") == Event.STARTED]
 
 
@@ -117,7 +118,7 @@ def steps_lost(lines: Sequence[dict[str, Any]]) -> int:
 
 
 def main() -> int:
-    """Soak, compare, print; return 1 where the weights differ."""
+    """Train under faults, compare, print; return 1 if the weights differ."""
     options = _options()
     random.seed(options.seed)
     with TemporaryDirectory() as folder:

@@ -1,1 +1,1 @@
-"""One command for one GPU: what emitted scripts do there, and what kernels take."""
+"""One command that checks emitted scripts on one GPU, and times steps and kernels."""

@@ -1,12 +1,12 @@
-"""Answers, in minutes, what one GPU can tell of emitted scripts and of the planner's formulas.
+"""Checks emitted scripts and the planner's formulas on one GPU, in minutes.
 
     python -m benchmarks.on_gpu [--minutes 12] [--only PART[,PART]] [--models MODEL[,MODEL]]
         [--tiny] [-o FILE]
 
-A part is also a single check of the part "ranks": several of them share their processes, and some
-run at the same time. Every row is written as soon as it is known: into FILE, and as JSON beside it,
-where a log has what all processes print. With --tiny all parts run on a CPU with small sizes, which
-shows that the benchmark itself works.
+PART may also be a single check of the part "ranks"; these checks share their processes, and some
+run at the same time. Every row is written as soon as it is known: to FILE, and as JSON beside it. A
+log, also beside it, has what all processes print. With --tiny all parts run on a CPU with small
+sizes, which shows that the benchmark itself works.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ RESULT = Path(__file__).parents[1] / "results" / "on_gpu.md"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """What yields rows, and how many minutes it may take at most."""
+    """A function that yields rows, and the most minutes that it may take."""
 
     rows: Callable[[Context], Iterator[Row]]
     minutes: float
@@ -78,7 +78,7 @@ def _run_all(options: argparse.Namespace, out: TextIO) -> None:
 
 @contextmanager
 def _apart(log: Path) -> Iterator[TextIO]:
-    """Yield the standard output, and have what all processes print in a file."""
+    """Yield the standard output; inside, everything that processes print goes to a file."""
     own, errors = os.dup(1), os.dup(2)
     with log.open("w", encoding="utf-8") as file, os.fdopen(own, "w", closefd=False) as out:
         os.dup2(file.fileno(), 1)

@@ -1,4 +1,4 @@
-"""Times scripts whose plan compiles their layers, and those that also multiply in float8."""
+"""Times scripts whose layers are compiled, and scripts that also multiply in float8."""
 
 from __future__ import annotations
 

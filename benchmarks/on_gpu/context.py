@@ -1,4 +1,4 @@
-"""What every part is given: where it runs, how long, and processes to run in."""
+"""The context of a part: its device, its time limit, and processes in which it runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.runtime.processes import Pool
 
 Result = TypeVar("Result")
 _IMPORT_SECONDS = 150.0
-_SLOWER = 3.0  # a CPU
+_SLOWER = 3.0  # how many times as long a CPU may take
 
 
 @dataclass(slots=True, kw_only=True)
@@ -23,7 +23,7 @@ class Context:
 
     device: str  # of torch: "cuda" or "cpu"
     tiny: bool  # small sizes, for a CPU
-    models: tuple[str, ...] = ()  # whose steps are timed; all, if none
+    models: tuple[str, ...] = ()  # the models whose steps are timed; (): all
     deadline: float = float("inf")  # of time.monotonic()
     pools: dict[int, Pool] = field(default_factory=dict)
     spare: Pool | None = None  # for what needs a fresh process
@@ -41,7 +41,10 @@ class Context:
     def on_ranks(
         self, function: Callable[..., Result], ranks: int, *args: Any, seconds: float = 60.0
     ) -> list[Result]:
-        """Call a function in so many processes that stay alive; after a failure, in new ones."""
+        """Call a function in `ranks` processes, which the next call uses again.
+
+        After a failure they are killed, and the next call gets new ones.
+        """
         pool = self.pools.pop(ranks, None) or new_pool(ranks)
         try:
             found = self._called(pool, function, args, seconds)
@@ -66,9 +69,9 @@ class Context:
         return found
 
     def fresh(self, function: Callable[..., Result], *args: Any, seconds: float = 60.0) -> Result:
-        """Call a function in a process of its own, which leaves no memory behind."""
+        """Call a function in a process of its own, which ends afterwards and frees its memory."""
         pool = self.spare or new_pool(1)
-        self.spare = new_pool(1) if self.is_gpu else None  # imports meanwhile
+        self.spare = new_pool(1) if self.is_gpu else None  # it imports during this call
         try:
             (found,) = self._called(pool, function, args, seconds)
         finally:

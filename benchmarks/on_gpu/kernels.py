@@ -1,4 +1,4 @@
-"""Turns a trace of steps into seconds by kind of kernel, and what the GPU did not do at all."""
+"""Turns a trace of steps into seconds by kind of kernel, and the time in which the GPU was idle."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 _TRACED_STEPS = 3
 _MOST_KERNELS = 30
 _MOST_LETTERS = 160
-# The first that a kernel's name fits.
+# A kernel is of the first kind whose pattern occurs in its name.
 _KINDS = tuple(
     (kind, re.compile(pattern, re.IGNORECASE))
     for kind, pattern in (
@@ -45,7 +45,7 @@ class Kernels:
 
 
 def kernels_of(step: Callable[[], object]) -> Kernels:
-    """Trace a few steps."""
+    """Trace a few steps, and return what the GPU did in one, on average."""
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as tracer:
         for _ in range(_TRACED_STEPS):
@@ -60,7 +60,7 @@ def kernels_of(step: Callable[[], object]) -> Kernels:
 
 
 def _is_remark(event: Any) -> bool:
-    """Whether it spans kernels that a piece of code has launched."""
+    """Whether an event is no kernel, but spans the kernels that a piece of code has launched."""
     return bool(getattr(event, "is_user_annotation", False)) or event.name.startswith("Optimizer.")
 
 
@@ -89,7 +89,7 @@ def _most_first(sums: Mapping[str, float]) -> list[tuple[str, float]]:
 
 
 def kind_of(name: str) -> str:
-    """Return what sort of kernel has such a name."""
+    """Return the kind of a kernel with this name."""
     return next((kind for kind, pattern in _KINDS if pattern.search(name)), OTHER)
 
 

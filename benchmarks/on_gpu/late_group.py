@@ -61,12 +61,12 @@ class LateWork(dist.Work):
         self._error: BaseException | None = None
 
     def end(self, mark: Any = None, error: BaseException | None = None) -> None:
-        """Let those go on that wait."""
+        """Let the threads go on that wait."""
         self._mark, self._error = mark, error
         self._written.set()
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Wait, on a GPU only for what is still in the queue of the group's stream."""
+        """Wait for the result; on a GPU, until it is queued: the current stream waits for it."""
         self._written.wait()
         if self._error is not None:
             raise RuntimeError(f"a message failed: {self._error}") from self._error
@@ -106,7 +106,7 @@ class LateGroup(_Group):  # type: ignore[misc]
         return self._gloo  # whose time-out torch sets
 
     def getBackendName(self) -> str:  # noqa: N802  as torch calls it
-        """Return what torch knows the group by."""
+        """Return the name of this backend."""
         return NAME
 
     @property
@@ -178,7 +178,7 @@ class LateGroup(_Group):  # type: ignore[misc]
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any
     ) -> LateWork:
-        """Give every rank its part of what the tensors of all are reduced to."""
+        """Reduce the tensors of all ranks, and give every rank its part of the result."""
         reduced = _reduction(opts.reduceOp)
 
         def moved(own: Sequence[Tensor]) -> list[Tensor]:
@@ -202,7 +202,7 @@ class LateGroup(_Group):  # type: ignore[misc]
         input_sizes: Sequence[int],
         opts: Any = None,
     ) -> LateWork:
-        """Send each rank its part of a tensor; without sizes all parts are as large."""
+        """Send each rank its part of a tensor; without sizes, all parts are equally large."""
 
         def moved(copies: Sequence[Tensor]) -> list[Tensor]:
             (mine,) = copies
@@ -254,7 +254,7 @@ class LateGroup(_Group):  # type: ignore[misc]
         return work
 
     def recv(self, tensors: Sequence[Tensor], rank: int, tag: int) -> LateWork:
-        """Receive a tensor: asked for at once, as nccl lets sends of both ranks pass each other."""
+        """Receive a tensor. gloo is asked at once, so that two ranks can send to each other."""
         self._check(tensors)
         received = [torch.empty(one.shape, dtype=one.dtype) for one in tensors]
         coming = [self._gloo.recv([_as_bytes(one)], rank, tag) for one in received]
@@ -322,7 +322,7 @@ class LateGroup(_Group):  # type: ignore[misc]
         return copies
 
     def _poison(self, outputs: Sequence[Tensor]) -> None:
-        """Fill what will be written with what no result is."""
+        """Fill the outputs with NaN, until the results are written."""
         with torch.no_grad(), self._within():
             for one in outputs:
                 if one.is_floating_point():
@@ -359,7 +359,7 @@ class LateGroup(_Group):  # type: ignore[misc]
 
 
 def _told(job: Callable[[], None], work: LateWork) -> Callable[[], None]:
-    """Return a job whose error reaches those who wait."""
+    """Return a job that hands its error to those who wait for `work`."""
 
     def run() -> None:
         try:

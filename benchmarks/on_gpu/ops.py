@@ -1,4 +1,4 @@
-"""Times a few kernels that models are made of, beside the least that their bytes and FLOPs take."""
+"""Times the kernels that models are made of: their FLOPs and bytes per second."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from benchmarks.on_gpu.timing import median_seconds
 
 TABLE = "Ops: kernels, and the rates that they reach"
 _TINY = 16  # a tiny size is this many times smaller
-_MOST_SECONDS = 60.0  # of a group of kernels
+_MOST_SECONDS = 60.0  # for a group of kernels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
-    """What is called, and what it computes and moves."""
+    """A call to time, and the FLOPs and bytes of its kernels."""
 
     name: str
     call: Callable[[], Any]
@@ -72,7 +72,7 @@ def _cells(kernel: Kernel, seconds: float, sheet: Device) -> dict[str, Cell]:
 
 
 def _products(divided: int, device: str) -> Iterator[Kernel]:
-    """Of layers of Llama 1B and 8B on 8,192 tokens: forward, gradients of input and of weight."""
+    """Yield products of Llama 1B and 8B: forward, and the gradients of input and weight."""
     tokens = 8192 // divided
     for inputs, outputs in (
         (2048, 2048),
@@ -94,7 +94,7 @@ def _products(divided: int, device: str) -> Iterator[Kernel]:
 
 
 def _unaligned(divided: int, device: str) -> Iterator[Kernel]:
-    """Of sizes whose rows end at 16, 8, 4 or 2 bytes."""
+    """Yield products whose rows have a multiple of 16, 8, 4 or only 2 bytes."""
     tokens, inputs = 8192 // divided, 4096 // divided
     for outputs in (8192 // divided + more for more in (0, 4, 2, 1)):
         x, w, y = (
@@ -108,7 +108,7 @@ def _unaligned(divided: int, device: str) -> Iterator[Kernel]:
 
 
 def _strided(divided: int, device: str) -> Iterator[Kernel]:
-    """Of casts, sums over rows, and operands that are broadcast or parts of tensors."""
+    """Yield casts, sums over rows, and ops on operands that are broadcast or parts of tensors."""
     tokens, heads, seq = 8192 // divided, 32, 32
     x = _noise(device, tokens, 4096)
     wide, row = x.float(), _noise(device, 4096)
@@ -251,7 +251,7 @@ def _optimizer(divided: int, device: str) -> Iterator[Kernel]:
 
 
 def _convolutions(divided: int, device: str) -> Iterator[Kernel]:
-    """Of ResNet-50 on 128 images: in both layouts, with and without a search for the algorithm."""
+    """Yield convolutions of ResNet-50 in both layouts, without and with cudnn's benchmark mode."""
     rows = max(128 // divided, 1)
     shapes = ((64, 64, 3, 1, 56), (256, 64, 1, 1, 56), (256, 512, 1, 2, 56), (512, 512, 3, 1, 7))
     for is_searched in (False, True):

@@ -1,4 +1,4 @@
-"""Tells what a step holds of a GPU's memory before, in and after its backward."""
+"""Measures how much GPU memory a step holds before, during and after its backward."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def memory_of(step: Callable[[], object]) -> Mapping[str, int]:
-    """Return bytes that are allocated at places of one step, and at most between these."""
+    """Return the bytes allocated at several points of a step, and the most between two points."""
     found: dict[str, int] = {}
     backward = torch.autograd.backward
 

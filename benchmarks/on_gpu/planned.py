@@ -1,4 +1,4 @@
-"""Plans a model for the one device, writes its script, and tells what is predicted of it."""
+"""Plans a model for one device, writes its script, and returns what the plan predicts."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """What is predicted of a case's script."""
+    """The predictions for a case's script."""
 
     step_seconds: float
     terms: tuple[TimeTerm, ...]
@@ -76,7 +76,7 @@ def planned(case: Case, device: str, folder: str) -> Planned:
 
 
 def planned_by_profile(case: Case, device: str, seconds: float) -> Planned:
-    """Measure the ops of a case on the device at hand, and plan with that."""
+    """Measure the ops of a case on this machine's device, and plan with these times."""
     file = load_model_file(case.spec, case.arguments)
     graph = trace(file, precision=Precision.BF16)
     axes = infer_axes(graph)
@@ -92,7 +92,7 @@ def planned_by_profile(case: Case, device: str, seconds: float) -> Planned:
 
 
 def device_here() -> str:
-    """Return what the planner calls the device at hand."""
+    """Return the planner's name for this machine's device."""
     return local_device().device.name
 
 

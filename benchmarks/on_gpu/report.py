@@ -37,7 +37,7 @@ class Report:
         print(f"{time.monotonic() - self.begun:6.1f} s  {text}", file=self.out, flush=True)
 
     def add(self, row: Row) -> None:
-        """Print a row, under the names of its cells where they are new, and write it."""
+        """Print a row, after the names of its cells if these are new, and write it."""
         names = " | ".join(row.cells)
         if not self.rows or (self.rows[-1].table, " | ".join(self.rows[-1].cells)) != (
             row.table,

@@ -1,7 +1,7 @@
-"""Times a training on one device: an emitted script's, and plain PyTorch's, compiled and not.
+"""Times trainings on one device: an emitted script, and plain PyTorch, each compiled or not.
 
-Each runs in a process of its own, so that none finds the memory of another. All of them start from
-the same weights, train on the same rows, clip, and step the same optimizer with its fused kernel.
+Each runs in a fresh process, so that none finds memory that another has left. All start from the
+same weights, train on the same rows, clip, and step the same optimizer with its fused kernel.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Job:
     spec: str
     arguments: tuple[str, ...]
     rows: int  # of a step, which is one microbatch
-    seconds: float  # for the steps that count
+    seconds: float  # for the steps that are measured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,19 +59,19 @@ class Taken:
 
     seconds: tuple[float, ...]
     peak_bytes: int | None  # of the device; torch does not count a CPU's
-    loss: float  # of the last step that warms up
-    seconds_before: float  # until the first step that counts
+    loss: float  # of the last warm-up step
+    seconds_before: float  # until the first step that is measured
     kernels: Kernels | None = None
     memory: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def step_seconds(self) -> float:
-        """The step in the middle."""
+        """The median of the steps."""
         return median(self.seconds)
 
 
 def taken(side: str, job: Job) -> Taken:
-    """Run a training in this process, which is a fresh one."""
+    """Run a training in this fresh process, and return what its steps took."""
     began = time.perf_counter()
     kind, _, compiles = side.partition(", ")
     make = {"script": _script, "plain": _masters, "autocast": _autocast}[kind]
@@ -111,14 +111,14 @@ def _timed(step: TrainStep, device: torch.device, seconds: float, began: float) 
 
 
 def compile_layers(model: nn.Module) -> None:
-    """Compile what a model has several of, each for itself, as torchtitan does."""
+    """Compile each layer of a model separately, as torchtitan does."""
     torch._dynamo.config.recompile_limit = _MOST_SHAPES  # blocks of a ResNet are of many shapes
     for layer in layers_of(model):
         layer.compile(fullgraph=True, dynamic=False)
 
 
 def layers_of(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules in the outermost lists of modules, and of a model without lists itself."""
+    """Yield the modules in the outermost lists of modules, or the model if it has no lists."""
     lists = (nn.ModuleList, nn.Sequential)
     found = [one for one in model.modules() if isinstance(one, lists) and len(one) > 1]
     inner = {id(below) for one in found for below in one.modules() if below is not one}
@@ -148,7 +148,7 @@ def _script(job: Job, prepare: Callable[[nn.Module], None]) -> tuple[TrainStep, 
 
 
 def _autocast(job: Job, prepare: Callable[[nn.Module], None]) -> tuple[TrainStep, torch.device]:
-    """Weights in fp32, and matrix products in bf16 by autocast: what most people write."""
+    """Build a training with fp32 weights and bf16 products by autocast, as most people write it."""
     plain = _Plain(job, dtype=torch.float32)
     prepare(plain.model)
     parameters = list(plain.model.parameters())
@@ -167,7 +167,7 @@ def _autocast(job: Job, prepare: Callable[[nn.Module], None]) -> tuple[TrainStep
 
 
 def _masters(job: Job, prepare: Callable[[nn.Module], None]) -> tuple[TrainStep, torch.device]:
-    """Weights in bf16 beside an fp32 copy that the optimizer steps: what emitted scripts do."""
+    """Build a training with bf16 weights, and an fp32 copy for the optimizer, as scripts do."""
     plain = _Plain(job, dtype=torch.bfloat16)
     prepare(plain.model)
     parameters = list(plain.model.parameters())
@@ -217,7 +217,7 @@ class _Plain:
         return value.to(self._dtype) if value.is_floating_point() else value
 
     def optimizer(self, parameters: list[nn.Parameter]) -> Optimizer:
-        """Return the file's optimizer, or the one that scripts have in its place."""
+        """Return the file's optimizer, or AdamW as scripts have it."""
         usual = partial(adamw, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1)
         made: Optimizer = (self._file.build_optimizer or usual)(parameters)
         for group in made.param_groups:

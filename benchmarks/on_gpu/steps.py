@@ -1,8 +1,9 @@
-"""Holds scripts of one device against plain PyTorch, and their predictions against both.
+"""Compares scripts for one device with plain PyTorch, and predictions with the scripts.
 
 Each model is planned in bf16 for the device, by formulas and with a profile of its ops. Its script,
-the same training in plain PyTorch, and that with compiled layers run in processes of their own. A
-ratio is plain time ÷ script time; 0.99 is the aim for the first. Peaks are of what torch allocates.
+the same training in plain PyTorch, and this training with compiled layers each run in a process of
+their own. The ratio is plain time ÷ script time; without compiling, at least 0.99 is the aim. Peaks
+count what torch allocates.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ CASES = (
 )
 TINY = (Case(name="tiny", file="gpt2.py", arguments=("size=tiny", "dropout=0.0"), rows=8),)
 _ROUNDS = (("script", "plain"), ("plain, compiled",))
-_LEAST_SECONDS = 15.0  # that a side takes
-_SECONDS, _PROFILE_SECONDS = 3.0, 8.0  # of steps that count, and of a profile's ops
-_MOST_SECONDS = 150.0  # of one side
+_LEAST_SECONDS = 15.0  # with less time left, no side is started
+_SECONDS, _PROFILE_SECONDS = 3.0, 8.0  # for the measured steps, and for a profile's ops
+_MOST_SECONDS = 150.0  # for one side
 
 
 def steps(context: Context) -> Iterator[Row]:
-    """Yield rows of all models eager, then compiled, then of profiles."""
+    """Yield rows of all models: eager, then compiled, then the predictions with profiles."""
     cases = [one for one in CASES if not context.models or one.name in context.models]
     yield from rows_of(context, TINY if context.tiny else cases, _ROUNDS)
 
@@ -70,7 +71,7 @@ def rows_of(
             except Exception as error:
                 yield Row(table=TABLE, cells={"model": case.name, "error": told(error)})
         for case in cases:
-            if case.compile is Compile.NONE:  # profiles know ops, not what inductor makes of them
+            if case.compile is Compile.NONE:  # a profile times ops, not what inductor makes of them
                 yield from _profiled_rows(context, case, scripts.get(case.name))
 
 
@@ -109,7 +110,7 @@ def _rows_of_case(
 
 
 def _profiled_rows(context: Context, case: Case, own: Taken | None) -> Iterator[Row]:
-    """Yield what is predicted with a profile of a case's ops."""
+    """Yield the predictions with a profile of a case's ops."""
     seconds = 1.0 if context.tiny else _PROFILE_SECONDS
     if own is None or context.seconds_left < 4 * seconds:
         return
@@ -191,7 +192,7 @@ def _term_row(case: Case, found: Planned, own: Taken) -> Row:
 
 
 def _kernel_rows(case: Case, side: str, one: Taken, found: Planned | None) -> Iterator[Row]:
-    """Yield what the GPU did in a step, and beside a script what was predicted."""
+    """Yield what the GPU did in a step and, for a script, what was predicted."""
     if one.memory:
         sizes = {place: size / 2**30 for place, size in one.memory.items()}
         yield Row(table=MEMORY, cells={"model": case.name, "side": side, **sizes})

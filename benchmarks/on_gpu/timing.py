@@ -15,9 +15,9 @@ _ASLEEP_CYCLES = 30_000_000  # some 16 ms
 def median_seconds(
     function: Callable[[], Any], device: str, *, samples: int = 15, warm_up: int = 3
 ) -> float:
-    """Return how long a call takes in the middle; on a GPU by its own clock.
+    """Return the median time of a call; on a GPU, by the GPU's own clock.
 
-    The queue of a GPU is filled while it sleeps: gaps between kernels that a slow host would leave
+    Calls are queued while the GPU sleeps, so that gaps between kernels that a slow host would leave
     are not counted.
     """
     for _ in range(warm_up):

@@ -1,12 +1,16 @@
-"""Adds the host's work of a framework to the device seconds of a layer.
+"""Adds a framework's work on the host to the device seconds of a layer.
 
-The host runs ahead of the device, so that a forward or a backward takes the longer of both:
+The host runs ahead of the device, so a forward or a backward takes the longer of both times:
 
-    forward   max(device, ops · o + collectives · c [+ k_f where the layer is computed again])
-    backward  max(device, the same with all ops and collectives twice, and k_b)
+    forward, backward   max(device, ops · o + collectives · c)
 
-k is what checkpointing costs the host beside the ops: random states saved and restored, a nested
-backward, and the Python of the modules that it runs once more.
+With full recomputation:
+
+    forward             max(device, ops · o + collectives · c + k_f)
+    backward            max(device, 2 · (ops · o + collectives · c) + k_b)
+
+k_f and k_b are what checkpointing costs the host beside the ops: random states saved and restored,
+a nested backward, and the Python code of the modules that run once more.
 """
 
 from __future__ import annotations

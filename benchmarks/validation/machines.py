@@ -35,7 +35,7 @@ _BITS = 1e9 / 8
 
 @lru_cache(maxsize=256)
 def cluster_of(gpu: str, gpus: int, per_node: int, intra_bw: str, inter_bw: str) -> Cluster:
-    """Return the cluster that these columns describe; a network that is not told is the usual."""
+    """Return the cluster that these columns describe; a network not stated is the usual one."""
     device = device_of(gpu)
     if per_node > gpus:
         per_node = gpus
@@ -49,8 +49,8 @@ def cluster_of(gpu: str, gpus: int, per_node: int, intra_bw: str, inter_bw: str)
 def device_of(text: str) -> Device:
     """Return the device of a text such as "H100-96GB-HBM2e-SXM (500W, 2.4TB/s)".
 
-    The one of that chip and form whose memory comes nearest; memory, power and bandwidth that the
-    text tells replace those of the sheet.
+    It is the device of that chip and form whose memory is nearest. Memory, power and bandwidth that
+    the text states replace those of the sheet.
     """
     name = canonical_name(text.split("(")[0])
     device = _named(name) or _nearest(name, text)
@@ -110,7 +110,7 @@ def _node(device: Device, per_node: int, intra_bw: str) -> Machine:
 
 
 def _fabric(device: Device, per_node: int, inter_bw: str) -> Link:
-    """Return the network told, on the latency and efficiency of the one that is usual."""
+    """Return the stated network, with the latency and efficiency of the usual one."""
     usual = known_fabrics()[device.fabric]
     if cards := _CARDS.search(inter_bw):
         return _carded(usual, cards=int(cards[1]), gigabits=float(cards[2]), per_node=per_node)

@@ -19,7 +19,7 @@ from autopar.planner.trace import trace
 from benchmarks.validation.table import Row, stated
 
 TRACED_LAYERS = 2  # two are needed to see that they are equal
-USUAL_VOCABULARY = 50257  # of GPT-2's tokens, where a table does not tell
+USUAL_VOCABULARY = 50257  # GPT-2's, if a table states none
 PADDING = 128  # rows of a vocabulary table are padded to a multiple, so that matrix units fit
 
 
@@ -40,7 +40,7 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traced:
-    """A model with a few layers, and where its repeated layer stands."""
+    """The trace of a model with a few layers, and the class of the repeated ones."""
 
     shape: ModelShape
     graph: Graph
@@ -70,10 +70,10 @@ def shape_of(row: Row, *, dropout: float) -> ModelShape:
 
 
 def _vocabulary(row: Row) -> int:
-    """Return the rows of the vocabulary's table.
+    """Return the number of rows of the embedding.
 
-    One that is told is padded so that matrix units fit and every tensor rank has as much. Of one
-    that is not told, nobody says that it was padded, but for tensor ranks it must divide.
+    A stated vocabulary is padded, so that matrix units fit and all tensor ranks have equally many
+    rows. The usual vocabulary is padded only if there are several tensor ranks.
     """
     tensor = row.tp or 1
     if row.vocab is None and tensor == 1:
@@ -84,7 +84,7 @@ def _vocabulary(row: Row) -> int:
 
 @cache
 def traced(zoo: Path, shape: ModelShape) -> Traced:
-    """Return the trace of a shape, remembered."""
+    """Return the trace of a shape, which is cached."""
     arguments = [
         f"layers={TRACED_LAYERS}",
         f"heads={shape.heads}",

@@ -30,7 +30,7 @@ class MemoryKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """One predicted row beside what was measured; memory only where the row tells it."""
+    """The prediction and the measurement of one row; `measured_bytes` only if the row states it."""
 
     row: Row
     predicted: Predicted
@@ -56,7 +56,7 @@ def validate_rows(
     *,
     on_row: Callable[[int], None] = lambda _: None,
 ) -> tuple[tuple[Outcome, ...], tuple[Skipped, ...]]:
-    """Return what was predicted, and what was skipped; `on_row` hears of every row that is done."""
+    """Predict rows; return the outcomes and the skipped rows. `on_row` is called after each row."""
     outcomes: list[Outcome] = []
     skipped: list[Skipped] = []
     for number, row in enumerate(rows, start=1):
@@ -75,7 +75,7 @@ def validate_rows(
 
 
 def outcome_of(predicted: Predicted) -> Outcome:
-    """Return a prediction beside what its row says."""
+    """Return a prediction together with what its row states."""
     row, prediction = predicted.row, predicted.prediction
     kind = memory_kind(row)
     return Outcome(
@@ -90,7 +90,7 @@ def outcome_of(predicted: Predicted) -> Outcome:
 
 
 def measured_seconds(row: Row) -> float:
-    """Return the seconds of one step, from throughput where the row tells no time."""
+    """Return the seconds of one step, from throughput if the row states no time."""
     batch = stated(row.global_batch)
     if row.iteration_time_s:
         return row.iteration_time_s
@@ -101,7 +101,7 @@ def measured_seconds(row: Row) -> float:
 
 
 def memory_kind(row: Row) -> MemoryKind:
-    """Return what the row says was measured; torch's reserved memory where it says nothing."""
+    """Return which memory the row says was measured: if nothing, torch's reserved memory."""
     if _ALLOCATED.search(row.notes):
         return MemoryKind.ALLOCATED
     return MemoryKind.DEVICE if _DEVICE.search(row.notes) else MemoryKind.RESERVED

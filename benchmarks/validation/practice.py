@@ -1,4 +1,4 @@
-"""Prices ops as published runs ran them: kernels of attention and loss, and the host's own work."""
+"""Prices ops on the device with the kernels for attention and loss that published runs had."""
 
 from __future__ import annotations
 
@@ -55,13 +55,16 @@ class Practice:
 
     attention: Attention
     is_loss_fused: bool  # one kernel on 16-bit logits; otherwise the loss is computed in fp32
-    fuses_gradients: bool  # no kernels of their own cast, clip and copy gradients
-    compiles: bool = False  # layers by torch.compile
-    float8: Float8 = Float8.NONE  # of the linear layers inside them
+    fuses_gradients: bool  # gradients are cast, clipped and copied without separate kernels
+    compiles: bool = False  # torch.compile compiles the layers
+    float8: Float8 = Float8.NONE  # of the linear layers inside the compiled ones
 
 
 def streaming(rates: Rates) -> Rates:
-    """Return rates at which kernels of a framework stream where PyTorch's compute offsets."""
+    """Return rates of a framework whose kernels stream where PyTorch's kernels are slower.
+
+    These are casts, strided accesses and joins, sums over rows, and ops on many tensors.
+    """
     access = replace(
         rates.own.access, casting=1.0, strided=1.0, strided_join=1.0, row_sum=1.0, many_tensors=1.0
     )
@@ -69,7 +72,7 @@ def streaming(rates: Rates) -> Rates:
 
 
 class PracticePricer(OpPricer):
-    """A pricer of device seconds alone, with the kernels of a run; the host is added by layer."""
+    """A pricer of device seconds alone, with the kernels of a run; host_work.py adds the host's."""
 
     stops_early = False
 
@@ -95,7 +98,7 @@ class PracticePricer(OpPricer):
 
     @cached_property
     def host(self) -> Host:
-        """No time of the host's."""
+        """No host time: it is added layer by layer."""
         return Host(forward_seconds=0.0, backward_seconds=0.0, runs_ahead=True)
 
     def cost(self, op: Op, split: OpSplit | None = None) -> OpCost:
@@ -110,7 +113,7 @@ class PracticePricer(OpPricer):
         return self._unfused(op, split, usual)
 
     def kept(self, op: Op) -> KeptTensors:
-        """Return what an op keeps; of attention the softmax, its mask, and what is left of it."""
+        """Return what an op keeps; unfused attention: softmax, dropout mask, and their product."""
         kept = super().kept(op)
         if op.target == _LOSS and not self.practice.is_loss_fused:
             return replace(kept, made=(MadeByKernel(letters=("n", "v"), item_bytes=4),))

@@ -24,7 +24,7 @@ from benchmarks.validation.table import Row, stated
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Predicted:
-    """One run: the row, how it was laid out, what was predicted."""
+    """One run: its row, its settings, and its prediction."""
 
     row: Row
     settings: Settings
@@ -70,7 +70,7 @@ def predict_row(row: Row, zoo: Path, constants: FrameworkConstants) -> Predicted
 
 
 def _with_both_gradients(stage: StagePrediction, constants: FrameworkConstants) -> StagePrediction:
-    """Return a stage that holds gradients of 16 bits beside those of 32."""
+    """Return a stage that also holds 16-bit gradients, beside those of 32 bits."""
     memory = stage.memory
     narrow = memory.gradient_bytes // 2
     more = replace(
@@ -93,10 +93,11 @@ def _as_run_all(costs: Priced, settings: Settings) -> Priced:
 
 
 def _as_run(cost: LayerCost, settings: Settings) -> LayerCost:
-    """Return a layer as the run held and sent it.
+    """Return the cost of a layer with what the run sent and held.
 
-    Between stages each tensor rank sends its part of what all of them have, and the parts are
-    gathered behind. Gradients of 16 bits have a copy of 32 where the optimizer's state is.
+    Between stages, each tensor rank sends its part of a tensor that all of them hold, and the
+    receiving ranks gather the parts. Gradients of 16 bits have a 32-bit copy beside the optimizer's
+    state.
     """
     tensor = 1 if settings.is_sequence_parallel else settings.arrangement.tensor
     narrow = cost.gradient_bytes // 2 if settings.has_narrow_gradients else cost.gradient_bytes
@@ -113,7 +114,7 @@ def _as_run(cost: LayerCost, settings: Settings) -> LayerCost:
 def stages_of(
     costs: Priced, layers: int, *, stages: int, remade: Remade
 ) -> tuple[tuple[LayerCost, ...], ...]:
-    """Return the layers of each stage, what is before and after the repeated ones included."""
+    """Return the layers of each stage, including those before and after the repeated ones."""
     cut = [
         [costs.block[mode] for mode in _modes(remade, count)]
         for count in layers_per_stage(layers, stages)
@@ -131,10 +132,10 @@ def _modes(remade: Remade, count: int) -> Sequence[Recompute]:
 
 
 def layers_per_stage(layers: int, stages: int) -> tuple[int, ...]:
-    """Return how many layers each stage has: equal, or fewer at the ends, as practice has it.
+    """Return how many layers each stage has: equally many or, as is usual, fewer at the ends.
 
-    What does not divide goes to the middle stages, since the first has the embedding and the last
-    the head: 70 layers on 12 stages are 5, ten times 6, 5.
+    The remainder goes to the middle stages, because the first has the embedding and the last the
+    head: 70 layers on 12 stages are 5, ten times 6, 5.
     """
     base, extra = divmod(layers, stages)
     middle_first = sorted(range(stages), key=lambda stage: min(stage, stages - 1 - stage) == 0)

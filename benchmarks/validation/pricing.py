@@ -1,8 +1,8 @@
 """Turns a traced model and the settings of a run into the costs of its stages' layers.
 
-The layout on the tensor axis comes from the layout program, held to the usual one: attention split
-by heads, the MLP by its width, the vocabulary by its rows, and norms by the sequence where a run is
-sequence parallel. A layer that repeats is priced once.
+The layout on the tensor axis comes from the layout program, pinned to the usual one: attention is
+split by heads, the MLP by its width, the vocabulary by its rows, and norms by the sequence if a run
+is sequence parallel. A layer that repeats is priced once.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ _NOTHING: Mapping[str, Layout] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Priced:
-    """The costs of a model's layers in order: what is before the repeated one, it, what is after.
+    """The costs of a model's layers: those before the repeated ones, a repeated one, those after.
 
-    `tied_gradient_bytes` are of weights that the first layers share with the last.
+    `tied_gradient_bytes` are the gradients of weights that the first layers share with the last.
     """
 
     before: tuple[LayerCost, ...]
@@ -76,7 +76,7 @@ class Kind:
     is_sequence_parallel: bool
     practice: Practice
     host: HostWork
-    is_one_stage: bool  # so that weights which the first layers share with the last lie there once
+    is_one_stage: bool  # then weights that the first layers share with the last exist once
 
 
 @lru_cache(maxsize=4096)
@@ -164,7 +164,7 @@ def _costs(
     parameters: Mapping[str, Layout],
     kind: Kind,
 ) -> Priced:
-    """Price the layers in order; what an earlier one made or holds is passed on to the next."""
+    """Price the layers in order; each gets the layouts and weights of the earlier ones."""
     outside: dict[str, Layout] = {}
     held: set[str] = set()
     before: list[LayerCost] = []
@@ -197,7 +197,7 @@ def _costs(
 def _hosted(
     costs: Mapping[Recompute, LayerCost], ops: int, kind: Kind
 ) -> Mapping[Recompute, LayerCost]:
-    """Add the host's work: two collectives of a split layer's forward, four with split norms."""
+    """Add the host's work: a split layer's forward has two collectives, four with split norms."""
     collectives = 0 if kind.shape.ranks == 1 else 4 if kind.is_sequence_parallel else 2
     return {
         mode: with_host(cost, kind.host, ops=ops, collectives=collectives, recompute=mode)

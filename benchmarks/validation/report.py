@@ -35,12 +35,12 @@ class Section:
 
     @property
     def least_tau(self) -> float | None:
-        """Of the worst group."""
+        """Kendall's τ of the worst group."""
         return min((group.tau for group in self.groups), default=None)
 
     @property
     def median_tau(self) -> float | None:
-        """Of the groups."""
+        """The median of Kendall's τ over the groups."""
         return median(group.tau for group in self.groups) if self.groups else None
 
 

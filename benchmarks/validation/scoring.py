@@ -42,7 +42,7 @@ def kendall_tau(first: Sequence[float], second: Sequence[float]) -> float:
 
         τ = (concordant − discordant) ÷ √((n₀ − ties of the first) · (n₀ − ties of the second))
 
-    n₀ = n·(n − 1) ÷ 2 pairs. An order in which all are equal says nothing: 0.
+    n₀ = n·(n − 1) ÷ 2 pairs. If all figures of one order are equal, τ is 0.
     """
     agreement = untied_first = untied_second = 0
     for one, other in combinations(range(len(first)), 2):

@@ -1,18 +1,19 @@
 """Turns the layout columns of a row into an arrangement, a recompute mode and kernels.
 
-What a table does not state is taken as practice has it, by technique and never by source:
+What a table does not state is assumed as is usual for the techniques of the run:
 
     gradients     fp16 training holds and reduces them in 16 bits, bf16 in 32 unless the text says
                   PURE, which reduces them in 16; DeepSpeed's bf16 optimizer keeps those of 16 bits
                   beside those of 32 that sum them (clear_lp_grads=False); products add gradients
-                  to sums in 32 bits, as Megatron's do, but not with DeepSpeed, ZeRO-2 or ZeRO-3
-    casts         gradients are cast, clipped and copied by kernels of their own with ZeRO-2, ZeRO-3
-                  and DeepSpeed's bf16 optimizer; fp16 runs keep them in 16 bits
+                  to sums in 32 bits, as Megatron's do, but not with DeepSpeed, PyTorch's own
+                  trainers, ZeRO-2 or ZeRO-3
+    casts         gradients are cast, clipped and copied by kernels of their own with ZeRO-2,
+                  ZeRO-3, PyTorch's own trainers and DeepSpeed's bf16 optimizer
     float8        one scale for each tensor, torchao's default, unless the text says rowwise
     loss          in fp32, unless the text says that it is one kernel
-    overlap       FSDP and distributed optimizers reduce by the bucket beside the backward; plain
-                  data parallel training and ZeRO-1 of the time before do not
-    dropout       0.1 where attention is not a flash kernel, none where it is
+    overlap       FSDP and distributed optimizers reduce bucket by bucket during the backward; plain
+                  data parallel training and ZeRO-1 reduce after it
+    dropout       0.1 if attention is not a flash kernel, none if it is
 """
 
 from __future__ import annotations
@@ -43,24 +44,24 @@ _GROUP = re.compile(r"(?:group|shard)\s+(\d+)", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Remade:
-    """What the layers compute again, every second one perhaps in another mode."""
+    """The recompute mode of the layers; every second layer may have another one, `second`."""
 
     recompute: Recompute
     second: Recompute
-    attention_only: bool = False  # of selective: scores and softmax, everything else is kept
+    attention_only: bool = False  # selective, with only scores and softmax recomputed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """How a run was laid out, in the words of the planner."""
+    """The settings of a run, in the terms of the planner."""
 
     arrangement: Arrangement
     remade: Remade
     practice: Practice
     dropout: float
     has_narrow_gradients: bool  # of 16 bits, with an fp32 copy where the optimizer's state is
-    has_both_gradients: bool  # of 16 bits, and whole beside them those of 32 that sum them
-    adds_in_products: bool  # Megatron's: they add to gradients of 32 bits, and make none of 16
+    has_both_gradients: bool  # of 16 bits, beside those of 32 bits that sum them
+    adds_in_products: bool  # as Megatron's, products add to 32-bit gradients, and make none of 16
     is_sequence_parallel: bool
 
 
@@ -105,7 +106,7 @@ _SHARDING: tuple[tuple[str, Zero], ...] = (
 
 
 def settings_of(row: Row) -> Settings:
-    """Return the settings of a fully specified row; what it asks for and we lack is refused."""
+    """Return the settings of a fully specified row; raise if they are not modelled."""
     pipeline, data, microbatch = stated(row.pp), stated(row.dp), stated(row.micro_batch)
     is_interleaved = pipeline > 1 and (row.vpp or 1) > 1
     zero = _zero(row)
@@ -147,7 +148,7 @@ def settings_of(row: Row) -> Settings:
 
 
 def float8_of(row: Row) -> Float8 | None:
-    """Return the scales of torchao's products in compiled layers; None if a row has no such."""
+    """Return the scales of torchao's products in compiled layers; None if a row has none."""
     is_known = row.dtype == "fp8" and row.torch_compile is True and _PYTORCH.search(row.source)
     if not is_known or _OTHER_SCALES.search(row.notes):
         return None
@@ -170,7 +171,7 @@ def remade_of(text: str) -> Remade:
 
 
 def _zero(row: Row) -> Zero:
-    """Return the level of the sharding column; distributed optimizers are what nobody mentions."""
+    """Return the level of the sharding column; ZeRO-1 (distributed optimizer) if it names none."""
     text = row.fsdp.casefold()
     return next((level for word, level in _SHARDING if word in text), Zero.OPTIMIZER)
 

@@ -114,7 +114,7 @@ def _flag(value: str) -> bool | None:
 
 
 def _rounded(value: str) -> float | None:
-    """Return a figure that its source cut to whole numbers: 0 says that it is below 1, no more."""
+    """Return a figure that its source cut to a whole number; 0 (below 1) counts as not stated."""
     return None if value and float(value) == 0 else _figure(value)
 
 
@@ -214,7 +214,7 @@ def _values(record: Mapping[str, str], line: int) -> tuple[dict[str, object], li
 
 
 def contradictions(row: Row) -> Iterator[str]:
-    """Yield what cannot all be true of one row."""
+    """Yield the contradictions within one row."""
     if row.gpus and row.tp and row.pp and row.dp:
         context = row.cp or 1
         product = row.tp * row.pp * row.dp * context

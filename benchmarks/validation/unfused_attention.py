@@ -1,4 +1,4 @@
-"""Turns the shape of attention into seconds where no kernel is fused: scores lie in memory."""
+"""Predicts the seconds of attention without a fused kernel: its scores are written to memory."""
 
 from autopar.planner.costs.kernels.kernels import (
     AttentionShape,
@@ -17,9 +17,9 @@ def unfused_attention_forward_seconds(
 ) -> float:
     """Return the seconds of bmm, softmax, dropout, bmm, each writing all scores to memory.
 
-    `score_passes` counts reads plus writes of the scores by further ops: 0 where scale, mask and
-    softmax are one kernel (Megatron's fused softmax), 4 in eager PyTorch that scales and adds the
-    mask apart. A mask saves no work here.
+    `score_passes` counts reads plus writes of the scores by further ops: 0 if scale, mask and
+    softmax are one kernel (Megatron's fused softmax), 4 in eager PyTorch, which scales and adds the
+    mask in separate kernels. A mask saves no work here.
     """
     batch, rows, columns = shape.batch * shape.heads, shape.query_length, shape.key_length
     scores, size = float(batch) * rows * columns, shape.element_bytes

@@ -1,9 +1,9 @@
 """Claims the folder of checkpoints for one training, so that two trainings do not mix.
 
 A file in the folder names the process that holds it. On the same machine, the process table shows
-whether that process still runs. On another machine, a heartbeat shows this: the holder increments a
-number in the file. No clocks are compared and only files are used, so shared disks and object
-stores work.
+whether that process still runs. A process on another machine shows it by a heartbeat: it increments
+a number in the file. A claim compares no clocks and needs only files, so it works on shared disks
+and in object stores.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from autopar.runtime.ranks.refusal import refuse
 
 NAME = ".autopar-in-use.json"
 BEAT_SECONDS = 15.0
-_MISSED = 4  # after so many beats without a change, a process on another machine counts as dead
+_MISSED = 4  # a process on another machine that misses so many heartbeats counts as dead
 _SETTLING_SECONDS = 1.0  # by then a process that wrote at the same time has finished writing
 _POLL_SECONDS = 1.0
-_SEEN_SECONDS = 2 * _MISSED * BEAT_SECONDS  # an older beat is stale; 2 because clocks differ
+_SEEN_SECONDS = 2 * _MISSED * BEAT_SECONDS  # the oldest beat that counts; 2: clocks differ
 _MOST_BYTES = 2**14
 
 
@@ -56,7 +56,7 @@ class FolderHolder:
     written_by: str = MARK["written_by"]
     word: str  # a random word, unique to this claim
     host: str
-    machine: str  # the scope of process numbers: one boot of a machine, or one container
+    machine: str  # one boot of a machine, or one container: process numbers are unique in it
     process: int
     began: int | None  # ticks since the boot; None if unknown
     folder: str  # its path on that machine
@@ -124,7 +124,10 @@ def claim(folder: Location, *, note: Callable[[str], None] = lambda _: None) -> 
 
 
 def holder_of(folder: Location) -> FolderHolder | None:
-    """Return the holder that a folder's file names; it does not hold a copy of its folder."""
+    """Return the holder that a folder's file names; None if there is none, or the folder is a copy.
+
+    A copied folder has a copy of the file, too, but the holder writes only to the original.
+    """
     try:
         found = record(FolderHolder, parsed(text_of(folder / NAME, most_bytes=_MOST_BYTES)))
         is_copy = found.is_here and isinstance(folder, Path) and _is_another(folder, found.folder)
@@ -147,7 +150,10 @@ def is_held(folder: Location) -> bool:
 
 
 def _is_another(folder: Path, seen: str) -> bool:
-    """Whether the holder's path `seen` is another folder; without one there, `folder` was moved."""
+    """Whether the holder's path `seen` is a folder, but not this one: this one is a copy then.
+
+    If there is no folder at `seen`, this one was moved from there.
+    """
     return Path(seen).is_dir() and not folder.samefile(seen)
 
 
@@ -163,7 +169,7 @@ def is_alive(process: int, begin: int | None) -> bool:
 
 
 def began(process: int) -> int | None:
-    """Return when a process began, or None if unknown; a later one may get the same number."""
+    """Return when a process began, or None if unknown; a later process may get the same number."""
     try:
         text = Path(f"/proc/{process}/stat").read_text(encoding="ascii", errors="replace")
         state, *rest = text.rpartition(")")[2].split()
@@ -196,7 +202,7 @@ def _machine() -> str:
 
 
 def _is_held(folder: Location, holder: FolderHolder, note: Callable[[str], None]) -> bool:
-    """Whether another process holds a folder. This process may hold it from an earlier training."""
+    """Whether another process holds a folder. Earlier claims of this process do not count."""
     if holder.is_here:
         return holder.process != os.getpid() and holder.may_live
     seconds = _MISSED * BEAT_SECONDS
@@ -293,7 +299,7 @@ def opened(
     mesh: Mesh,
     last_step: Callable[[Moment], int],
 ) -> OpenedFolder:
-    """Return the checkpoint to resume from; exit if another training writes to the folder.
+    """Find the checkpoint to resume from, and claim the folder; exit if another training has it.
 
     `last_step` returns the last step of a training that resumes from a moment. If that step is done
     already, the folder is not claimed: a named checkpoint can be evaluated while the training that

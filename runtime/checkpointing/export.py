@@ -251,7 +251,7 @@ class _Whole:
                 full[target] = piece[source]
         return self._as_built(full, owned[0]) if first else full
 
-    def tensor_of(self, file: WeightsFile, entry: Entry) -> Tensor:  # noqa: ARG002 - of any file
+    def tensor_of(self, file: WeightsFile, entry: Entry) -> Tensor:  # noqa: ARG002 - by name
         """Return a tensor of a file that uses the model's own names."""
         return self.gathered(entry.name)
 

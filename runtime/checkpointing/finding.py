@@ -119,7 +119,7 @@ def begin(place: Location) -> Location:
 
 
 def put_in_place(fresh: Location, place: Location, manifest: str) -> None:
-    """Give a folder its final name, after all ranks have written to it."""
+    """Write the manifest after all ranks' files, and give the folder its final name."""
     write(fresh / NAME, [manifest.encode()])
     if isinstance(fresh, Path) and isinstance(place, Path):
         _settle(fresh)
@@ -128,7 +128,7 @@ def put_in_place(fresh: Location, place: Location, manifest: str) -> None:
 
 
 def give_up(place: Location) -> None:
-    """Give up a checkpoint: mark its folder as unfinished, so that it does not look broken."""
+    """Mark a checkpoint as unfinished: if its removal is interrupted, it does not look broken."""
     gone = _unfinished(place)
     with suppress(OSError):
         if isinstance(place, Path):
@@ -159,7 +159,7 @@ def _settle(folder: Path) -> None:
 
 
 def sound_manifest(folder: Location) -> Manifest:
-    """Read a manifest and check it against its own rules and its folder; may raise BrokenError."""
+    """Read a manifest; raise BrokenError if its values contradict each other or the folder name."""
     manifest = read_manifest(folder)
     for fault in manifest_faults(manifest):
         raise BrokenError(f"{NAME} has a wrong value: {fault}")
@@ -351,8 +351,8 @@ def _note(text: str, mesh: Mesh) -> None:
 def let_go(folder: Location, keep: int, keep_every: int | None) -> None:
     """Remove old and unfinished checkpoints.
 
-    Those of every `keep_every`-th step stay, the newest `keep` of the others, and that of the best
-    evaluation.
+    These checkpoints stay: each `keep_every`-th step's, the newest `keep` of the others, and the
+    one with the best evaluation.
     """
     every = checkpoints_in(folder)
     best = best_of(every)

@@ -120,7 +120,7 @@ class Keeper:
         self._garbage.begin(self.step)
 
     def progress(self, amount: int, unit: str, planned: Planned) -> Progress:
-        """Return the progress printer. A step trains on `amount` units."""
+        """Return the progress printer. A step trains on `amount` tokens or samples (`unit`)."""
         note_device(planned[0], self._mesh)
         self._progress = Progress(
             self._options,
@@ -158,7 +158,7 @@ class Keeper:
         self._profile.begin(step + 1, self._parts)
 
     def _keep(self, step: int) -> None:
-        """Write a checkpoint if one is due; exit if a signal asks for it."""
+        """Show progress; write a checkpoint if one is due; exit if a signal asks for it."""
         self._watch.note(step, evaluates_next=evaluates_after(step + 1, self._options))
         if self._progress is not None and step != self._last_step:
             self._progress.show(step)
@@ -222,7 +222,7 @@ class Keeper:
         owned = self._agreed.owned(everything_held(parts, optimizer))
         if origin.plan == plan_digest(owned, self._mesh):
             restore_random_states(found, self._mesh)
-        else:  # for another plan: new random states, different from those of the first steps
+        else:  # the plan has changed: new random states, different from those of the first steps
             mesh = self._mesh
             places = (mesh.data.rank, mesh.pipeline.rank)
             torch.manual_seed(mixed_seed(self._options.seed, moment.step, *places))

@@ -45,7 +45,7 @@ class BrokenError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stored:
-    """A shard of a logical tensor in a file."""
+    """A shard of a logical tensor (explained in owners.py) in a file."""
 
     file: str
     entry: str
@@ -79,7 +79,7 @@ class CheckpointOrigin:
 
     torch: Word
     model: Word  # the digest of its model file
-    plan: Word  # a digest of the shards on each rank
+    plan: Word  # a digest of the degrees, and of which rank writes which shard
     degrees: Word = ""  # the plan's degrees as text: dp 2 · tp 2
 
 
@@ -87,20 +87,20 @@ class CheckpointOrigin:
 class ExportedWeight:
     """A weight of the exported model."""
 
-    dtype: torch.dtype  # the constructor's
+    dtype: torch.dtype  # as the constructor made it
     aliases: tuple[str, ...] = ()  # other names of a tied weight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """Everything that is known of a checkpoint except the numbers themselves."""
+    """Everything that is known of a checkpoint except the values of its tensors."""
 
     moment: Moment
     origin: CheckpointOrigin
     files: Mapping[str, Written]
     tensors: Mapping[str, Logical]
     scalars: Mapping[str, Scalar]
-    exported: Mapping[str, ExportedWeight]  # of the weights, by their names
+    exported: Mapping[str, ExportedWeight]  # by the name of the weight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,7 +241,7 @@ def _as_data(one: Logical) -> dict[str, Any]:
     return {"dtype": KINDS[one.dtype], "shape": one.shape, "shards": shards}
 
 
-_MOST_PAIRS = 10_000_000  # of shards to compare; more pairs would take minutes
+_MOST_PAIRS = 10_000_000  # pairs of shards that are compared; more would take minutes
 _LARGEST = 2**63  # integers of a tensor are smaller
 
 
@@ -329,7 +329,10 @@ def _of_cover(one: Logical, pairs: _Pairs) -> str:
 
 
 def _overlap(shards: Sequence[Stored], dims: int, pairs: _Pairs) -> bool:
-    """Whether two shards overlap, found by a sweep along the dim that is cut into most pieces."""
+    """Whether two shards overlap, found by a sweep along the dim that is cut into most pieces.
+
+    Once `pairs` is used up, the answer is False.
+    """
     cuts = [{ends for shard in shards for ends in shard.chunks.ranges[dim]} for dim in range(dims)]
     along = max(range(dims), key=lambda dim: len(cuts[dim]), default=0)
     every = sorted(

@@ -40,7 +40,7 @@ from autopar.runtime.weights.stored_tensors import INDEX
 
 CONFIG = "config.json"
 WEIGHTS = (f"*model*{ENDING}", f"*{ENDING}.index.json")  # file names that libraries look for
-EXPORT_MARK = MappingProxyType({"format": "pt", **MARK})  # shards of checkpoints have no "format"
+EXPORT_MARK = MappingProxyType({"format": "pt", **MARK})  # a checkpoint's files have no "format"
 _FIX = "name another place with --export, or --export none to keep no weights"
 _MOST_BYTES = 10**8  # the limit of safetensors for a header; also used for an index
 _LEFT_SECONDS = 3600.0  # an unfinished file that has not grown for so long is abandoned
@@ -128,7 +128,7 @@ def written_aside(paths: Sequence[Location]) -> Iterator[Mapping[Location, Locat
 
 
 def _remove_left(path: Location) -> None:
-    """Remove the temporary file of a process that was killed."""
+    """Remove temporary files for a path that killed processes have left."""
     with suppress(OSError):
         for one in located(path.parent, f".{path.name}.????????.autopar-tmp"):
             if written_at(one) < time.time() - _LEFT_SECONDS:
@@ -179,7 +179,7 @@ class ModelFiles:
 def files_of_model(
     to: Destination, entries: Sequence[Entry], tied: Mapping[str, str]
 ) -> ModelFiles:
-    """Return the files of a model under its own names: one file, or shards in a folder.
+    """Return the files of weights under their names in the model: one file, or shards in a folder.
 
     `tied` maps the other names of tied weights to the first name.
     """

@@ -85,7 +85,7 @@ def named_tensors(parts: Iterable[nn.Module]) -> Iterator[NamedTensor]:
 
 
 class Stepped:
-    """Finds the pieces of each parameter that an optimizer steps, if it steps pieces."""
+    """Finds the pieces of each parameter, if the optimizer steps pieces, not whole parameters."""
 
     def __init__(self, optimizer: Optimizer | None) -> None:
         pieces = pieces_of(optimizer) if optimizer is not None else None
@@ -139,14 +139,14 @@ Slices: TypeAlias = tuple[slice, ...]
 
 
 def overlaps(one: Chunks, other: Chunks) -> Iterator[tuple[Slices, Slices]]:
-    """Yield the boxes that two shards share, as slices of the one and of the other."""
+    """Yield the boxes that two shards share, as slices of the first and of the second."""
     by_dim = [list(_common(own, its)) for own, its in zip(one.ranges, other.ranges, strict=True)]
     for block in product(*by_dim):
         yield tuple(own for own, _ in block), tuple(its for _, its in block)
 
 
 def _common(one: Ranges, other: Ranges) -> Iterator[tuple[slice, slice]]:
-    """Yield the overlap of ranges laid end to end, as slices of the one and of the other."""
+    """Yield the overlaps of two shards in one dim, as slices of the first and of the second."""
     offset = 0
     for low, high in one:
         its = 0
@@ -280,7 +280,7 @@ def shared_out(ranks: Sequence[Sequence[_HeldShard]]) -> tuple[Owned, ...]:
 
 
 def _holders(ranks: Sequence[Sequence[_HeldShard]]) -> dict[_HeldShard, list[int]]:
-    """Return the ranks that hold each shard. Equal lists of ranks are examined once."""
+    """Return the ranks that hold each shard. Ranks with equal lists of shards are handled once."""
     alike: dict[int, tuple[Sequence[_HeldShard], list[int]]] = {}
     for rank, held in enumerate(ranks):
         alike.setdefault(id(held), (held, []))[1].append(rank)  # equal lists are one object
@@ -295,7 +295,7 @@ def _holders(ranks: Sequence[Sequence[_HeldShard]]) -> dict[_HeldShard, list[int
 def _parts(
     one: _HeldShard, holders: Sequence[int], load: defaultdict[int, int], piece: int
 ) -> list[Owned]:
-    """Split a shard by rows among its holders, in pieces of about `piece` elements."""
+    """Split a shard by rows among its holders, in parts of at least about `piece` elements."""
     shape = one.chunks.local_shape
     if one.is_buffer or len(holders) == 1:
         return [Owned(key=one.key, dtype=one.dtype, rank=holders[0], held=one.chunks)]

@@ -78,7 +78,7 @@ def told_broken(ranks: Sequence[Broken]) -> str:
 SLOW = 0.1
 _EVERY_SECONDS = 10.0
 _TRIES = 5  # the fastest one counts, because disturbances only slow a run down
-# of the product: side of the matrices, and repetitions
+# the product: side of its matrices, and how often one measurement repeats it
 _SIDES = {"cuda": (2048, 20), "cpu": (192, 1)}
 
 
@@ -195,7 +195,7 @@ Planned = tuple[str, float, float]  # the plan's device, and its predicted step 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLine:
-    """The figures of a step line: of this step, but times are means since the last line.
+    """The figures of a step line. Times are means over the steps since the last line.
 
     `memory_bytes` is the peak so far of the first rank. `against_plan` is the measured time of a
     step over the predicted time. `compile_seconds` is how long the first rank compiled layers; the
@@ -263,7 +263,8 @@ class Progress:
         self._metrics, self._pace = metrics, Pace(mesh)
         self._step, self._begun = begun, time.perf_counter()
         self._compiled = compile_seconds()
-        self._compiling, self._has_compiled = 0.0, False  # since the last line
+        # seconds of compiling since the last line, and whether this step has compiled
+        self._compiling, self._has_compiled = 0.0, False
         self._before: tuple[int, float] | None = None  # step and loss of the last line
         self._scales_loss, self._before_stopping = scales_loss, before_stopping
         self._has_bar = mesh.rank == 0 and not options.json and is_terminal(sys.stdout)
@@ -288,13 +289,13 @@ class Progress:
     def show(self, step: int) -> None:
         """Finish a step: draw a progress bar on a terminal. It needs no numbers from the device.
 
-        The next line counts the steps after the last one in which layers were compiled. Whole steps
-        are left out, because ranks wait for each other while they compile.
+        The next line's times leave out all steps up to the last one in which layers were compiled.
+        Whole steps are left out, because ranks wait for each other while they compile.
         """
         self._note_compiling()
         if self._has_compiled and step != self._step:
             if self._mesh.device.type == "cuda":
-                torch.cuda.synchronize()  # its queue waits for ranks that compile
+                torch.cuda.synchronize()  # queued work still waits for ranks that compile
             self._step, self._begun = step, time.perf_counter()
             self._has_compiled = False
         if not self._has_bar or step in (self._step, self._options.steps):
@@ -310,7 +311,7 @@ class Progress:
         self._note_compiling()
 
     def _note_compiling(self) -> float:
-        """Return how long layers were compiled since this was last asked."""
+        """Return how long layers were compiled since the last call."""
         before, self._compiled = self._compiled, compile_seconds()
         found = self._compiled - before
         self._compiling += found
@@ -324,7 +325,7 @@ class Progress:
         compiling, self._compiling, self._has_compiled = self._compiling, 0.0, False
         device, planned_seconds, planned_mfu = self._planned
         is_as_planned = device.startswith("cpu") == (self._mesh.device.type == "cpu")
-        # other ranks may have compiled longer
+        # no comparison if layers were compiled: other ranks may have compiled longer
         against = seconds / planned_seconds if is_as_planned and not compiled else None
         return StepLine(
             step=step,

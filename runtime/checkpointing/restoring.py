@@ -1,4 +1,4 @@
-"""Restores a training from a checkpoint, writes checkpoints in threads, and notes evaluations."""
+"""Restores a training from a checkpoint, writes checkpoints in threads, and records evaluations."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Reader:
                 tensor[target] = found.to(tensor.device, tensor.dtype)
 
     def box(self, shard: Stored, place: Slices) -> Tensor:
-        """Return a box of a shard, or a 0-dim tensor itself."""
+        """Read the slices `place` of a shard, or all of it if `place` is empty (a 0-dim tensor)."""
         found = self._file(shard.file).get_slice(shard.entry)
         box: Tensor = found[place] if place else found[...]
         return box
@@ -235,7 +235,7 @@ class CheckpointSaving:
         return self._one is not None and not self._one.file.done()
 
     def begin(self, taken: CheckpointSnapshot, begun: float) -> None:
-        """Copy this rank's share and write it in a thread; the training waits since `begun`.
+        """Copy this rank's share and write it in a thread; the training has waited since `begun`.
 
         A rank without host memory for the copy writes at once; the others need not know this.
         """
@@ -244,7 +244,7 @@ class CheckpointSaving:
             taken = replace(taken, tensors=self._room.copied(taken.tensors))
         except (MemoryError, RuntimeError):
             _write(taken, file)
-        else:  # after an error, exit without waiting for the thread
+        else:  # a daemon, so that an exit after an error does not wait for it
             threading.Thread(target=_write, args=(taken, file), daemon=True).start()
         waited = time.perf_counter() - begun
         self._one = _UnderWay(taken=taken, file=file, begun=begun, waited_seconds=waited)

@@ -31,7 +31,7 @@ _MEMORY, _GROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 
 
 class HostRoom:
-    """Host memory for a copy of this rank's share; it is reused for the next checkpoint."""
+    """Host memory for a copy of this rank's share of a checkpoint; the next one reuses it."""
 
     def __init__(self) -> None:
         self._memory = _Memory(0, is_locked=False)
@@ -113,7 +113,7 @@ class _Staged:
 
 
 class _Memory:
-    """Host memory that the driver has pinned if it can."""
+    """Host memory; with `is_locked`, the CUDA driver pins it if it can."""
 
     def __init__(self, size: int, *, is_locked: bool) -> None:
         self.size, self.flat = size, torch.empty(size, dtype=torch.uint8)

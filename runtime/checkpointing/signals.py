@@ -1,8 +1,8 @@
-"""Work of the loop between steps: signals, garbage collection, the profile of a step.
+"""What the training loop does between steps: signals, garbage collection, the profile of a step.
 
-Python runs its garbage collector after a certain number of allocations. Ranks reach it at different
-times, and each time the other ranks wait. Here all ranks collect after the same step. Objects that
-exist before the first step are frozen and not examined again.
+Python runs its garbage collector after a certain number of allocations, so at a different time on
+each rank, and each time the other ranks wait. Here all ranks collect after the same step. Objects
+that exist before the first step are frozen and not examined again.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ from autopar.runtime.ranks.metrics import PROFILES, Event, Metrics
 
 PREEMPTED = 75  # the exit code: a checkpoint has been written, and the training can be resumed
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
-# schedulers signal torchrun and the ranks, so ranks get a signal twice within this time
+# schedulers signal torchrun and the ranks, and torchrun passes its signal on: a rank gets the same
+# signal twice within this time
 _SAME_SECONDS = 1.0
 _CHECK_SECONDS = 1.0
 _MOST_STEPS = 1000  # between two exchanges
@@ -150,7 +151,7 @@ class StopSignals:
 
 
 def _write_no_signals() -> None:
-    with suppress(ValueError):  # not the main thread
+    with suppress(ValueError):  # raised outside the main thread
         signal.set_wakeup_fd(-1)
 
 
@@ -204,7 +205,7 @@ _ACTIVITIES = {"cuda": ProfilerActivity.CUDA, "cpu": ProfilerActivity.CPU}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartSeconds:
-    """The median times of a part's forwards and backwards; None if there were none."""
+    """The median times of the forwards and backwards of a part (a stage); None if it had none."""
 
     forward_seconds: float | None
     backward_seconds: float | None
@@ -301,7 +302,7 @@ class RankProfile:
     rank: int
     pipeline_rank: int
     step_seconds: float
-    compute_seconds: float  # in which at least one kernel ran, not counting communication
+    compute_seconds: float  # while at least one kernel ran, not counting communication
     memory_bytes: int | None  # peak reserved so far, on a GPU
     parts: tuple[PartSeconds, ...]
 

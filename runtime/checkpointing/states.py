@@ -75,7 +75,7 @@ class Target:
     """A tensor that an optimizer steps: a parameter, or a piece of one."""
 
     name: str  # of the parameter in the whole model
-    parameter: nn.Parameter  # the optimizer's
+    parameter: nn.Parameter  # the tensor in the optimizer's groups
     chunks: Chunks  # of the whole parameter, on this rank
     piece: ParameterPiece | None
 

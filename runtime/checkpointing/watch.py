@@ -256,7 +256,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 _STORE_SECONDS = 30.0  # time for torchrun's store to answer
-_PATIENT = 3  # times the usual wait, during a checkpoint or an evaluation
+_PATIENT = 3  # how many times as long a step may take with a checkpoint or an evaluation
 
 
 class Watch:

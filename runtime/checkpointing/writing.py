@@ -90,8 +90,8 @@ _Made = TypeVar("_Made")
 class CheckpointSnapshot:
     """A checkpoint to be written: its manifest, and this rank's share."""
 
-    fresh: Location
-    place: Location
+    fresh: Location  # the folder while files are written
+    place: Location  # the folder once it is complete
     # without sizes and digests of files yet; only the first rank has the scalars
     manifest: Manifest
     own_file: str
@@ -201,7 +201,7 @@ def put_in_place(written: CheckpointSnapshot, own: Written | str, mesh: Mesh) ->
 
 
 def plan_digest(owned: Iterable[Owned], mesh: Mesh) -> str:
-    """Return a digest of the ranks' positions and of the shards that each of them holds."""
+    """Return a digest of the mesh's degrees, and of which rank writes which shard."""
     axes = (mesh.pipeline.size, mesh.data.size, mesh.tensor.size)
     return hashlib.sha256(repr((axes, tuple(owned))).encode()).hexdigest()[:16]
 

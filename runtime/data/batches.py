@@ -205,8 +205,9 @@ def weighed_by_rows(
 
     `rows` is the number of microbatches in a step, and the rows of each. At the end of an epoch a
     microbatch may have fewer rows, but at least `fewest`. A rank without rows for a microbatch
-    repeats some with weight 0, if the model allows it (`repeats`). Weights are for a mean over
-    rows: the mean over ranks of the summed, weighted losses is the mean over the step's rows.
+    repeats another row with weight 0, if the model allows it (`repeats`). Weights are for a loss
+    that is a mean over rows: if each rank adds up its weighted losses, the mean of these sums over
+    ranks is the mean over the step's rows.
     """
     microbatches, microbatch = rows
     dealing = Dealing(
@@ -302,7 +303,7 @@ class _OwnRows:
     epochs: Epochs
     share: slice  # the rows of its microbatches that this rank reads
     seed: int
-    skip: int  # rows of all data ranks together
+    skip: int  # how many rows, of all data ranks together, are left out at the beginning
 
 
 def _listed(of: _OwnRows, collate: Collate | None, workers: int) -> DataLoader[Any]:
@@ -358,7 +359,7 @@ def synthetic_batches(
     block = sum(each)
     share = part_of_rows(rows_of_rank(each, mesh.data), share_of(each[mesh.data.rank], rows_over))
     whole = example_of(example_batch, microbatches * block, seed)
-    # like the batches of a loader
+    # contiguous, like the batches of a loader
     tensors = {key: value.contiguous() for key, value in whole.items()}
     own = [
         {key: value[start : start + block][share] for key, value in tensors.items()}

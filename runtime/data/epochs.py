@@ -60,7 +60,7 @@ class Epochs:
             left = self.rows
 
     def last_steps(self, begun: int) -> set[int]:
-        """Return the sizes of padded last steps, of the current epoch and of later ones."""
+        """Return the rows of the smaller last steps (PAD): of the current epoch, of later ones."""
         if self.rows is None or self.last is not LastRows.PAD:
             return set()
         lefts = (self.rows % self.per_step, (self.rows - begun % self.rows) % self.per_step)

@@ -34,8 +34,8 @@ Counting: TypeAlias = Callable[[Mapping[str, Any]], Tensor]
 # (counts, number of parts that they come from) → the loss's divisor
 Divisor: TypeAlias = Callable[[Tensor, float], Tensor]
 
-_MOST_STEPS_BACK = 4  # ops searched backwards from a loss to its division: casts, factors
-MOST_STEPS_AHEAD = 4  # few, because host memory holds their batches
+_MOST_STEPS_BACK = 4  # ops searched from a loss back to its division, past casts and factors
+MOST_STEPS_AHEAD = 4  # steps read ahead: few, because host memory holds their batches
 
 
 def as_counted(counts: Tensor, _: float) -> Tensor:
@@ -209,7 +209,7 @@ def scale_loss(loss: Tensor, scale: Tensor) -> Tensor:
 
 
 def send_nothing_back(loss: Tensor, scale: Tensor) -> None:
-    """Make the gradient of a mean over no targets zero; that of 0 ÷ 0 is nan."""
+    """Make the gradient of a mean over no targets zero: as that of 0 ÷ 0, it would be nan."""
 
     def sent(gradients: tuple[Tensor | None, ...], _: Any) -> tuple[Tensor | None, ...]:
         return tuple(one if one is None else one.masked_fill(scale == 0, 0) for one in gradients)

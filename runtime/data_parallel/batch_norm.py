@@ -130,8 +130,8 @@ def _synchronised_class(kind: type[nn.Module]) -> type[_Synchronised]:
 class _Normalise(torch.autograd.Function):
     """Batch norm with one collective in the forward and one in the backward, on any device.
 
-    torch's SyncBatchNorm makes the host wait in each forward, because it masks out ranks without
-    rows, and copies channels_last inputs.
+    torch's SyncBatchNorm masks out ranks without rows, for which the host waits in each forward. It
+    also copies channels_last inputs.
     """
 
     @staticmethod

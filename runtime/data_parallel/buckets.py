@@ -23,7 +23,8 @@ class Sharding:
     """
 
     shards_modules: bool = False
-    frees_after_forward: bool = False  # a unit's parameters, which its backward gathers again
+    # a ZeRO unit's parameters are freed after its forward, and gathered again by its backward
+    frees_after_forward: bool = False
     steps_parts: bool = False  # each rank gets its part of every bucket, and its optimizer steps it
 
     @property
@@ -176,7 +177,7 @@ class Bucket:
 
     @property
     def home(self) -> HostPart | None:
-        """This rank's part in the host's memory, if it belongs there."""
+        """This rank's part of the mean in the host's memory; None without a `link`."""
         if self.link is not None and self._home is None:
             dtype = gradient_dtype(self.parameters[0])
             self._home = HostPart(self.link, self.elements // self.shard.size, dtype)
@@ -221,7 +222,7 @@ class Bucket:
         self.coming = ComingMean(buffer, self.averaging)
 
     def _take_over(self) -> None:
-        """If gradients go to the host, use that of a bucket's only parameter as the buffer."""
+        """With a `link`, use the gradient of a bucket's only parameter as the bucket's buffer."""
         gradient = self.parameters[0].grad
         if self.link is None or gradient is None or self.buffer is not None:
             return
@@ -269,7 +270,7 @@ class Bucket:
         return [gradient for gradient in gradients if gradient is not None]
 
     def held(self) -> Iterator[tuple[Span, Tensor]]:
-        """Yield this rank's part of each reduced gradient, if the mean lies apart."""
+        """Yield this rank's part of each reduced gradient, if the bucket `is_apart`."""
         self._await()
         for span in self.spans:
             if span.place in self._reached:

@@ -43,7 +43,7 @@ class GradientBuckets:
         # False for a pipeline stage, which finishes the reduction itself
         self.finishes_with_backward = True
         self.buckets: tuple[Bucket, ...] = ()
-        self.trainable: Mapping[str, nn.Parameter] = {}  # the parameters with hooks
+        self.trainable: Mapping[str, nn.Parameter] = {}  # by name; empty until `attach`
         self.averaging = averaging
         self._bucket_bytes = bucket_bytes
         self._apart = apart
@@ -69,7 +69,8 @@ class GradientBuckets:
                 parameter.grad_dtype = torch.float32
         if self.averaging.ranks == 1 and self.link is None:
             return
-        # The backward reaches parameters roughly in reverse, so that the first bucket fills early.
+        # Buckets take parameters in reverse: roughly as the backward reaches them, so that the
+        # first bucket is full early.
         order = {id(parameter): n for n, parameter in enumerate(reversed(self.trainable.values()))}
         buckets = (
             bucket
@@ -85,7 +86,7 @@ class GradientBuckets:
         self._reset()
 
     def narrow(self) -> dict[int, Tensor]:
-        """Cast the parameters with hooks to their 16-bit dtype.
+        """Cast the trainable parameters to `half`.
 
         Return their fp32 values by parameter id; the optimizer continues from these.
         """
@@ -99,7 +100,7 @@ class GradientBuckets:
 
     @property
     def buffers(self) -> tuple[Tensor, ...]:
-        """The memory of all gradients that exist."""
+        """The buffers of all buckets that exist now."""
         return tuple(tensor for bucket in self.buckets for tensor in bucket.allocated())
 
     def take_in(self) -> None:

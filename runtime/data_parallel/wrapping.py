@@ -42,8 +42,9 @@ BUCKET_BYTES = 25 * 2**20  # DDP's default
 
 
 def run_hooks(module: nn.Module) -> None:
-    """Make `module.forward(x)` run the hooks of `module(x)`, with the caller's own containers."""
-    # `given`: a call's arguments before fully_shard's hooks copy them; empty in forward(x)
+    """Make `module.forward(x)` run the hooks of `module(x)`, and take the caller's containers."""
+    # `given`: a call's arguments before fully_shard's hooks copy them; empty if the caller calls
+    # `forward` directly
     own, given = module.forward, list[Any]()
 
     def note(_: nn.Module, args: Any, kwargs: Any) -> None:
@@ -199,7 +200,8 @@ def wrap(
     sharding = sharding_of(zero)
     if sharding.shards_modules and (mesh.data.size > 1 or offload):
         _lay_in_order(module)
-        # The planner found the layers whose outputs others write to, and these return no views.
+        # The planner has found the layers whose outputs are written to; `keep_apart` lets these
+        # return no views.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
         policy = MixedPrecisionPolicy(
             param_dtype=half,
@@ -235,12 +237,12 @@ def _start_on_host(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def buckets_of(module: nn.Module) -> GradientBuckets | None:
-    """Return the buckets of a wrapped module, or None if fully_shard averages."""
+    """Return the buckets of a wrapped module; None if fully_shard averages, or nothing does."""
     return getattr(module, "gradient_buckets", None)
 
 
 def set_last(module: nn.Module, is_last: bool) -> None:
-    """Say whether the next backward is the last one of a step (the default).
+    """Say whether the next backward is the last one of a step; without this call, each is.
 
     zero 0 and 1 average gradients in the last backward, or in all if they go to the host. zero 2
     frees the gathered parameters after it. zero 3 ignores this.
@@ -282,7 +284,8 @@ def _shard(
             offload_policy=host,
         )
         run_hooks(child)
-    # The backward starts with the module's own parameters, so freeing them would gather them again.
+    # The backward starts with the module's own parameters: freed after the forward, they would be
+    # gathered again at once.
     fully_shard(
         module,
         mesh=device_mesh,

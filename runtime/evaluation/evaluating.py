@@ -32,7 +32,7 @@ from autopar.runtime.recompute.written_buffers import kept_buffers
 
 @contextmanager
 def evaluated(parts: Sequence[nn.Module], mesh: Mesh, seed: int) -> Iterator[None]:
-    """Put a model into evaluation mode inside, without autograd; restore its state afterwards."""
+    """Run the code inside in evaluation mode, without autograd, and restore the model's state."""
     with untouched(parts, mesh, seed):
         for part in parts:
             part.eval()
@@ -44,7 +44,8 @@ def computes_as_trained(parts: Sequence[nn.Module], mesh: Mesh, seed: int) -> It
     """Make a model compute as in training, but without gradients and random numbers.
 
     Batch norms use their running statistics: those of a batch would need the rows of all ranks.
-    Compiled layers run as they are: the code without random numbers would be compiled for one run.
+    Compiled layers run uncompiled: compiling them again, without random numbers, would serve a
+    single run.
     """
     uncompiled = torch.compiler.set_stance("force_eager")
     with untouched(parts, mesh, seed), NoRandomness(), uncompiled:
@@ -91,7 +92,10 @@ Losses: TypeAlias = Callable[[Iterable[Batch]], Iterator[Tensor]]  # of microbat
 
 
 def weighed_alike(batch: Batch, terms: Counting | None) -> Batch:
-    """Return a microbatch with `loss_weights` of 1, for a loss that adds the means of `terms`."""
+    """Return a microbatch with `loss_weights` of 1, if its loss adds up means (`terms` is given).
+
+    `terms` returns the count of each mean, so there are as many weights.
+    """
     if terms is None:
         return batch
     return {**batch, "loss_weights": torch.ones_like(terms(batch), dtype=torch.float64)}
@@ -136,9 +140,9 @@ class Evaluation:
     these. If the loss adds several means, each mean is weighted by its count, which `terms`
     returns. `divisor` turns a count into the number that the loss divides by: the count itself, or
     for example max(count, 1). If the loss is a sum over rows, the result is on the scale of a
-    training step's loss: the mean over microbatches, times `microbatches`, the number that all data
-    ranks have in a step (otherwise 1). `metrics` computes values from the model's outputs, whose
-    means are returned, too.
+    training step's loss: the mean over microbatches, times `microbatches`, the number of
+    microbatches in a step of all data ranks together. For other losses `microbatches` is 1.
+    `metrics` computes values from the model's outputs; their means are returned, too.
     """
 
     def __init__(
@@ -212,7 +216,8 @@ class Evaluation:
             weight += once(count, times)
             metrics.add(rows.whole(given), times)
         total, weight = over_ranks(torch.stack([total, weight]), rows.mesh)
-        total *= rows.mesh.pipeline.size  # only the last pipeline rank has losses
+        # over_ranks divides by the number of pipeline ranks, but only the last one has losses
+        total *= rows.mesh.pipeline.size
         return float(total / divisor(weight, _parts_of(rows))) * self._microbatches
 
     def _computed(self, rows: EvaluationRows) -> Iterator[tuple[Batch, int, Batch, Tensor]]:

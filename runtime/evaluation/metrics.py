@@ -104,7 +104,7 @@ class RowMetrics:
 
     @contextmanager
     def watching(self, parts: Sequence[nn.Module]) -> Iterator[None]:
-        """Capture the model's outputs, returned or (by a forward that returns the loss) stored."""
+        """Capture the outputs that a forward returns, or stores if it returns only the loss."""
 
         def take(part: nn.Module, _: Any, returned: Any) -> None:
             found = [vars(part).pop(ATTRIBUTE)] if ATTRIBUTE in vars(part) else []

@@ -83,7 +83,7 @@ class Dealer:
                 yield from self._filled(block)
 
     def _filled(self, block: Sequence[Row]) -> Iterator[tuple[list[Row], int]]:
-        """Yield this rank's microbatches of the last block, as many as any other rank has."""
+        """Yield this rank's microbatches of the last block; all ranks get the same number."""
         pieces, start = [], 0
         for size in self.each:
             stop = min(start + size, len(block))

@@ -34,9 +34,10 @@ OUTERMOST = "_autopar_recomputes"  # marks modules whose own forward wraps the c
 def class_with_forward(module: nn.Module) -> type[nn.Module]:
     """Return a class whose forward is the module's, even if it was assigned to the instance.
 
-    `self.forward = self.forward_train` in an __init__ would hide the forward of any class that the
-    module takes. Such a function becomes the forward of a new class, which a subclass can override.
-    The forward of a recomputed module stays on the instance, because it calls the class's forward.
+    `self.forward = self.forward_train` in an __init__ would hide the forward of any subclass that
+    the module is given. So this function becomes the forward of a new class, whose subclasses can
+    override it. The forward of a recomputed module stays on the instance, because it calls the
+    class's forward.
     """
     kind = type(module)
     if OUTERMOST in module.__dict__ or "forward" not in module.__dict__:
@@ -242,7 +243,7 @@ def keep_only(model: nn.Module, held: Collection[str]) -> None:
 
 
 def is_held(name: str, held: Collection[str]) -> bool:
-    """Whether `held` has a name, or a module that contains it."""
+    """Whether `held` has this name, or that of a module that contains it."""
     parts = name.split(".")
     return any(".".join(parts[:length]) in held for length in range(1, len(parts) + 1))
 
@@ -293,8 +294,8 @@ def use_float8(
         )
 
     recipe = Float8LinearConfig.from_recipe_name(scaling)
-    # rows of a microbatch are padded to a multiple of 16, as the product for a weight's gradient
-    # needs them; nothing is copied if they are one
+    # the product for a weight's gradient needs a multiple of 16 rows, so a microbatch's rows are
+    # padded; nothing is copied if their number is such a multiple
     config = replace(
         recipe, emulate=not is_gpu, pad_inner_dim=True, round_scales_to_power_of_2=True
     )
@@ -325,8 +326,8 @@ def compile_layers(model: nn.Module, names: Sequence[str], *, lengths_vary: bool
 
     Call this before `recompute` and `wrap`: the code that they add to a layer is not compiled. A
     line that torch cannot compile runs as it is, between two compiled parts. Dropout draws the same
-    numbers as without compiling. Each shape of the arguments is compiled by itself; if
-    `lengths_vary`, the second length is compiled for all others, too.
+    numbers as without compiling. Each shape of the arguments is compiled by itself; with
+    `lengths_vary`, the code that is compiled for the second length serves all later ones, too.
     """
     layers = submodules(model, names)
     torch._inductor.config.fallback_random = True

@@ -39,7 +39,7 @@ from autopar.runtime.tensor.shards import made_like, starts_on_host
 
 OptimizerFactory: TypeAlias = Callable[[Any], Optimizer]
 
-MODEL, NAMED = "model", "named_parameters"  # argument names with a special meaning
+MODEL, NAMED = "model", "named_parameters"  # names of a factory's argument, which say what it gets
 
 
 def asked_by(factory: OptimizerFactory) -> str:
@@ -116,8 +116,8 @@ def adamw(
 ) -> AdamW:
     """Build AdamW with weight decay for matrices, but not for norms and biases.
 
-    A shard has as many dims as its parameter, so the groups are the same on all ranks. Pieces of
-    parameters replace them in their groups later.
+    A shard has as many dims as its parameter, so the groups are the same on all ranks. Later,
+    `build_optimizer` may put pieces of the parameters into the groups, in their places.
     """
     every = list(parameters)
     matrices: dict[str, Any] = {"params": [one for one in every if one.dim() >= 2]}
@@ -272,8 +272,8 @@ def _step_shards(
 def _lay_gradients_like_parameters(optimizer: Optimizer, *_: Any) -> None:
     """Copy gradients whose memory order differs from their parameter's.
 
-    torch's fused kernels walk both from the first byte to the last, so that the gradient of a
-    channels-last convolution would update the wrong weights (torch 2.13, AdamW and SGD on a CPU).
+    torch's fused kernels go through the memory of gradient and parameter in order, so a
+    channels-last convolution would get wrong updates (torch 2.13, AdamW and SGD on a CPU).
     """
     for group in optimizer.param_groups:
         for parameter in group["params"] if group.get("fused") else ():

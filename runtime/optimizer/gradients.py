@@ -62,7 +62,8 @@ def gradient_memory(parts: Iterable[nn.Module]) -> list[Tensor]:
 def made_gradient(part: nn.Module, parameter: nn.Parameter) -> Tensor:
     """Return this rank's part of a gradient, zeros if the loss did not reach the parameter.
 
-    Under ZeRO-1, other stages hold the same part only if the parameter has its own bucket.
+    Used for parameters tied over pipeline stages. Under ZeRO-1, all stages hold the same part of
+    such a parameter only if it has its own bucket (`apart`).
     """
     buckets = buckets_of(part)
     for bucket in () if buckets is None else buckets.buckets:
@@ -118,7 +119,7 @@ def _held_by(part: nn.Module) -> Iterator[HeldGradient]:
             yield HeldGradient(name=names[id(parameter)], parameter=parameter, held=held, span=span)
 
 
-# tensors of at least this size are sent separately: copying would cost more than latency
+# larger tensors are sent one by one: copying them together costs more than another message
 _LARGE_BYTES = 2**20
 
 
@@ -268,10 +269,11 @@ LEAST = 2.0**-10  # with a smaller scale, only gradients beyond 10^7 would overf
 
 
 class LossScale:
-    """A loss scale that halves after an overflow on any rank, and doubles after many steps without.
+    """A loss scale that halves after an overflow on any rank.
 
-    In a step: backward of `loss * scale.value`, then `scale.unscale(parts)`. If that returns True,
-    the gradients are finite: clip them and step the optimizer.
+    It doubles after every `steps_until_growth` steps without an overflow. In a step: backward of
+    `loss * scale.value`, then `scale.unscale(parts)`. If that returns True, the gradients are
+    finite: clip them and step the optimizer.
     """
 
     def __init__(

@@ -68,7 +68,7 @@ class LocalPiece:
 
     @property
     def is_far(self) -> bool:
-        """Whether only the target lies in the host's memory: never, fully_shard offloads both."""
+        """False: if fully_shard offloads, target and `place` both lie in the host's memory."""
         return False
 
     def take_gradient(self) -> None:
@@ -173,7 +173,10 @@ class FlatShard:
     values: Tensor | None = None  # of all pieces, in the host's memory
 
     def give_values(self) -> None:
-        """Copy values from the host; 16-bit ones are made there, where the gradients were."""
+        """Copy this rank's values from the host, if they lie there, into the buffer.
+
+        They are cast to the buffer's dtype on the host, in the memory of the gradients.
+        """
         home = self.bucket.home
         if self.values is None or home is None:
             return
@@ -208,7 +211,7 @@ def forget_gradients(shards: Iterable[FlatShard]) -> None:
 
 
 def _flat_shard(bucket: Bucket, half: torch.dtype | None, device: torch.device) -> FlatShard:
-    """Flatten the parameters of a bucket into one buffer; it is 16-bit if the module is."""
+    """Flatten the parameters of a bucket into one buffer, in `half` if that is given."""
     first = bucket.parameters[0]
     buffer = torch.zeros(bucket.elements, dtype=half or first.dtype, device=device)
     spans = {span.place: span for span in bucket.spans}

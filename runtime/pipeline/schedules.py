@@ -1,8 +1,8 @@
 """Runs microbatches through the stages: with torch's schedules, or forward only.
 
-Forward only, each rank runs, in rounds of equal length, the last of its stages that has a
-microbatch ready. Ranks with several stages are then as busy as ranks with one. If each microbatch
-went through all stages before the next began, all ranks but one would wait.
+Forward only, the ranks work in rounds of equal length: in each, a rank runs the last of its stages
+that has a microbatch ready. Ranks with several stages are then as busy as ranks with one. If each
+microbatch went through all stages before the next began, all ranks but one would wait.
 """
 
 from __future__ import annotations

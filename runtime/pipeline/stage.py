@@ -347,7 +347,7 @@ class Stage(TorchStage):
         return _contiguous(gradients), groups
 
     def _start_from_weight(self, bwd_kwargs: dict[str, Any]) -> None:
-        """Start the backward of a loss from its weight."""
+        """Start the backward of a loss from its weight, so that gradients are weighted."""
         output = bwd_kwargs["stage_output"]
         loss = output[0] if isinstance(output, tuple) else output
         weight = self._weights[self._backward_microbatch].to(loss.dtype)
@@ -360,7 +360,7 @@ class Stage(TorchStage):
             self._buckets.take_in()
 
     def _sendable(self, output: Tensor) -> Tensor:
-        """Make a tensor contiguous for sending; for a split backward, also no view."""
+        """Make a tensor contiguous for sending; for split backwards, copy it if it is a view."""
         output = output.contiguous()
         return output.clone() if self.splits_backward and output._is_view() else output
 

@@ -147,7 +147,7 @@ def has_one_device(place: ProcessPlace, variables: Mapping[str, str]) -> bool:
 def place_in(variables: Mapping[str, str]) -> ProcessPlace:
     """Return the place that an environment names, or raise UnknownPlaceError.
 
-    Without any launcher, it is the first rank of a world of WORLD_SIZE, by default 1.
+    Without any launcher, this process is the first of WORLD_SIZE ranks, by default 1.
     """
     launcher = _launcher_in(variables)
     rank = _number(launcher.rank, variables, default=0)

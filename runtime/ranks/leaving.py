@@ -93,7 +93,7 @@ def leave(verdict: ExitReason) -> NoReturn:
     """Print a message, and end this process and, under a launcher, all other ranks.
 
     If several ranks leave, only the first one's message is printed, once per node. Every rank
-    watches the store of the rendezvous for it.
+    watches the store of the rendezvous, and leaves when another rank does.
     """
     atexit.unregister(end_all_if_early)
     room = _room()
@@ -169,9 +169,10 @@ def watch_for_leaving_ranks() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """The store through which leaving ranks agree; before all have joined, those of one node.
+    """The store through which leaving ranks agree.
 
-    Once the ranks have joined, each start of torchrun has its own keys.
+    Before all ranks have joined, only the ranks of one node use the same keys. No keys are shared
+    with an earlier start by torchrun.
     """
 
     store: Any
@@ -179,7 +180,7 @@ class Room:
     ranks: int
 
     def first_of(self, own: ExitReason) -> ExitReason:
-        """Return the verdict of the first rank to leave: `own`, if no other rank has one yet."""
+        """Return the verdict of the first rank to leave: `own`, if no other left before."""
         found = self.store.compare_set(_REASON, "", json.dumps(asdict(own)))
         return ExitReason(**json.loads(found))
 
@@ -257,7 +258,7 @@ def _watch(room: Room) -> None:
 
 def _leave_without_first() -> None:
     """End this process if the first rank was killed before the training was over."""
-    time.sleep(_PATIENCE_SECONDS)  # at the end of a training, this rank may be a moment later
+    time.sleep(_PATIENCE_SECONDS)  # at the end of a training, the first rank may end earlier
     if dist.is_initialized():
         say(ExitReason(FAILED, "the first rank has ended", "look at the output of rank 0"))
         _end(FAILED)

@@ -120,7 +120,7 @@ class StorePath:
                 with _as_os_errors(self.url):
                     file.write(block)
         except BaseException:
-            with suppress(Exception):  # closing an abandoned file would create it
+            with suppress(Exception):  # closing the unfinished file creates it, so it is removed
                 file.close()
                 self.unlink()
             raise

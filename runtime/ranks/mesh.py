@@ -137,7 +137,7 @@ def start(
     """Join the processes that were started together; return the mesh as this process sees it.
 
     `timeout` is the limit in seconds for a step, and for the ranks to meet (at least a minute).
-    Messages get a multiple of it.
+    The limit for a message is a multiple of it.
     """
     _let_segments_grow()
     shard = data if shard is None else shard

@@ -212,7 +212,7 @@ PROFILES = "profile"  # the folder beside the metrics, with STEP/rank-N.json and
 
 
 class Event(StrEnum):
-    """The kind of a line that is not a step line."""
+    """The kind of a line of --metrics that is not a step line."""
 
     STARTED = "started"
     EVALUATED = "evaluated"

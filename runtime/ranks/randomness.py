@@ -121,7 +121,10 @@ def split_randomness(axis: Axis) -> Iterator[None]:
 
 
 def _generators() -> list[torch.Generator]:
-    """Return the generators in use; torch.manual_seed, which seeds all devices, takes 0.1 ms."""
+    """Return the generators in use.
+
+    Seeding only these is faster than torch.manual_seed, which takes 0.1 ms for all devices.
+    """
     found = [torch.default_generator]
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         found.append(torch.cuda.default_generators[torch.cuda.current_device()])

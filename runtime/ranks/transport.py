@@ -42,7 +42,7 @@ def summed(x: Tensor, axis: Axis) -> Tensor:
 
 
 def near(x: Tensor, axis: Axis) -> Tensor:
-    """Return a tensor where an axis can send it: nccl sends nothing from the host's memory."""
+    """Return a tensor, copied to the GPU if it has to be sent by nccl and lies on the host."""
     is_far = not x.is_cuda and axis.size > 1 and dist.get_backend(axis.group) == "nccl"
     return x.cuda() if is_far else x
 
@@ -132,7 +132,7 @@ def started_gather(flat: Tensor, axis: Axis) -> dist.Work | None:
 _MOST_COPIES = 2  # under way to the host at once: each still takes memory of the device
 
 
-_MOST_ADDED = 2**23  # elements of a gradient at once, so that few of them arrive beside their sum
+_MOST_ADDED = 2**23  # elements added to a sum at once: until then, the host holds both
 
 
 class HostLink:
@@ -160,9 +160,9 @@ class HostLink:
         return torch.empty(elements, dtype=dtype, device="cpu", pin_memory=self.is_apart)
 
     def send(self, part: Tensor, home: Tensor, then: Callable[[], object] = bool) -> None:
-        """Start to copy a part, which may be freed at once; when it has arrived, call `then`.
+        """Start to copy a part, which may be freed at once; call `then` after it has arrived.
 
-        Waits while too many copies are under way.
+        Waits while too many copies are under way. `then` is called in a later `send` or in `wait`.
         """
         if not self.is_apart:
             home.copy_(part)
@@ -196,7 +196,7 @@ class HostPart:
         self._is_begun = False  # in this step
 
     def take(self, part: Tensor) -> None:
-        """Copy a part of this step, or add it to what has come before."""
+        """Copy the first part of a step into `memory`, and add later parts of the step to it."""
         if not self._is_begun:
             self._is_begun = True
             self._link.send(part, self.memory)

@@ -148,7 +148,7 @@ def verdict_of(error: BaseException) -> ExitReason:
 def _first_cause(error: BaseException) -> BaseException:
     """Return the user's error that caused a library's error, as in torch's pipelines.
 
-    If the user's code raised the error itself, it is returned whatever its cause is.
+    An error that was not raised by a library is returned itself, whatever its cause is.
     """
     cause = error.__cause__
     raised = [one.whose for one in _lines(error)][-1:]

@@ -47,7 +47,7 @@ class DrawnNumbers:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Set the generators for the second forward inside, and restore them afterwards."""
+        """Run the code inside with the generator states of the first forward, then restore them."""
         now = generator_states()
         set_generator_states(self._before)
         self._to_come = iter(self._after_ops)
@@ -70,7 +70,8 @@ class DrawnNumbers:
                 set_generator_states(next(self._to_come))
 
         for mode, after_draw in ((first, note), (again, skip)):
-            mode.__class__ = _followed(type(mode))  # type: ignore[arg-type]  # mypy: no Hashable
+            # mypy does not take a class for the Hashable that lru_cache wants
+            mode.__class__ = _followed(type(mode))  # type: ignore[arg-type]
             mode.__dict__["after_draw"] = after_draw
 
 
@@ -107,9 +108,9 @@ def run_alike(
 ) -> tuple[Forward, tuple[Any, ...], dict[str, Any]]:
     """Return a function and arguments for checkpoint(), whose two runs then get equal arguments.
 
-    checkpoint() saves a copy of the arguments until the backward, and passes it in both runs. The
-    function ignores this copy: the first run takes the original arguments, the second run another
-    copy.
+    checkpoint() keeps the arguments that it is given until the backward, and passes them in both
+    runs. It is given a copy, which the function ignores: the first run takes the original
+    arguments, the second run another copy.
     """
     copied = _copies((args, kwargs))
     if copied is None:
@@ -126,7 +127,7 @@ def run_alike(
 def _copies(given: Arguments) -> Callable[[], Arguments] | None:
     """Return a function that copies arguments in their current state.
 
-    None if they are immutable, or cannot be copied.
+    Return None if none of them needs a copy (`_is_plain`), or if they cannot be copied.
     """
     args, kwargs = given
     if all(map(_is_plain, (*args, *kwargs.values()))):
@@ -135,7 +136,7 @@ def _copies(given: Arguments) -> Callable[[], Arguments] | None:
     try:
         _ObjectWriter(written, shared).dump(given)
     except (pickle.PicklingError, TypeError, AttributeError):
-        return None  # objects of a local class, say, cannot be copied
+        return None  # pickle cannot copy an object of a local class, for example
 
     def copied() -> Arguments:
         found: Arguments = _ObjectReader(BytesIO(written.getbuffer()), shared).load()
@@ -199,8 +200,9 @@ def recompute(module: nn.Module, mode: Mode, *, keep: Collection[str] | None = N
     """Recompute a module (a layer) in the backward.
 
     `keep` names the aten ops, without the overload, whose results are saved in place of those that
-    the mode saves. Only this instance's forward changes, below its hooks: fully_shard has gathered
-    the parameters before the forward is run again.
+    the mode saves. Only this instance's `forward` is replaced, so its hooks run outside the
+    recomputation: fully_shard's hook before the backward gathers the parameters before the forward
+    runs again.
     """
     if mode == "none":
         return
@@ -222,7 +224,8 @@ def recompute(module: nn.Module, mode: Mode, *, keep: Collection[str] | None = N
             run,
             *args,
             use_reentrant=False,
-            # `contexts` restores generators, also for keyword arguments and saved ops
+            # `contexts` restores generators: torch misses a GPU whose tensors are all keyword
+            # arguments, and numbers drawn by saved ops
             preserve_rng_state=False,
             context_fn=contexts,
             **kwargs,
@@ -261,9 +264,9 @@ class _Stopping:
     """Ends a recomputed forward where torch stops it, even if it catches torch's exception.
 
     As soon as everything that the backward needs is computed, torch leaves the forward with an
-    exception, so that the last matmul does not run. Code that catches every exception may raise
-    another exception. This is a class, because a generator's frames would keep the exception and
-    its tensors alive.
+    exception, so that the last matmul does not run. If the layer's code catches every exception and
+    raises another, torch's exception is raised in its place. This is a class, because a generator's
+    frames would keep the exception and its tensors alive.
     """
 
     def __enter__(self) -> None: ...

@@ -108,7 +108,7 @@ def _copies(buffers: Iterable[Tensor]) -> list[Tensor]:
 def _is_written(place: Place, before: Tensor, version: int) -> bool:
     """Whether a buffer was written or replaced.
 
-    Norms are taken to write theirs: torch's kernels do not change the version counter.
+    Norms count as writing their buffers: torch's kernels do so without a change of the version.
     """
     return (
         isinstance(place[0], _NormBase)

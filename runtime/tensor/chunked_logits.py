@@ -20,7 +20,8 @@ from torch.nn.functional import cross_entropy, linear
 Change = Callable[[Tensor], Tensor]
 RowLosses = Callable[[Tensor, Tensor], Tensor]  # of a chunk's logits and targets
 
-# Names of functions that treat each row by itself: some move rows, others change numbers.
+# Names of functions that treat each row by itself: they move rows (_OF_ROWS), leave the logits as
+# they are (_SAME), or change their values (_OF_NUMBERS).
 _OF_ROWS = frozenset({"view", "reshape", "flatten", "unsqueeze", "squeeze", "__getitem__"})
 _SAME = frozenset({"contiguous"})
 _OF_NUMBERS = frozenset(
@@ -122,7 +123,7 @@ class ChunkedLogits(Tensor):
 
     source: _Source
     rows: Tensor  # the number of each row among those of the linear layer
-    numbers: tuple[Change, ...]  # the functions that changed numbers, in order
+    numbers: tuple[Change, ...]  # the functions that changed values, in order
     changes: tuple[Change, ...]  # all functions applied to the linear layer's result, in order
     before: ChunkedLogits | None  # the linear layer's result; None if this is it
 
@@ -188,7 +189,8 @@ class ChunkedLogits(Tensor):
         given = (one.source.whole() if isinstance(one, cls) else one for one in args)
         return func(*given, **(kwargs or {}))
 
-    def __repr__(self, **_: object) -> str:  # type: ignore[override]  # printing must not make them
+    # printing must not make the logits
+    def __repr__(self, **_: object) -> str:  # type: ignore[override]
         return f"ChunkedLogits({tuple(self.shape)}, {self.dtype})"
 
     def chunks(self, targets: Tensor) -> Iterator[tuple[Tensor | slice, Tensor]]:

@@ -37,7 +37,7 @@ def put_into(tensor: Tensor, source: Tensor) -> None:
     hooks, behind = one._backward_hooks, one._post_accumulate_grad_hooks
     one._backward_hooks = one._post_accumulate_grad_hooks = None
     torch._C._swap_tensor_impl(tensor, fresh)
-    # the contents of a DTensor, say, need its class
+    # some contents need the class of their tensor, for example those of a DTensor
     if has_own_ops(source) and not isinstance(tensor, type(source)):
         is_parameter = isinstance(tensor, nn.Parameter)
         tensor.__class__ = type(source)
@@ -177,7 +177,7 @@ def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
         yield ()
         return
     row = math.prod(shape[1:])
-    first, last = -(-start // row), stop // row  # whole rows
+    first, last = -(-start // row), stop // row  # the whole rows are first … last − 1
     if first > last:
         yield from _boxes_of_row(shape, last, start, stop)
         return
@@ -304,7 +304,7 @@ _ON_HOST = "_autopar_starts_on_host"
 
 
 def start_on_host(parameter: nn.Parameter) -> None:
-    """Mark a parameter on meta whose initial values are to be made in the host's memory."""
+    """Mark a parameter on the meta device: its initial values are made in the host's memory."""
     setattr(parameter, _ON_HOST, True)
 
 

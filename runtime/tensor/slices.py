@@ -84,9 +84,9 @@ RECEIVED = "received_lengths"  # a stage module's attribute with the lengths of 
 
 @dataclass(slots=True)
 class _Running:
-    """The forward that runs now; torch.compile reads no context variable."""
+    """What is known in the forward that runs now; torch.compile reads no context variable."""
 
-    known: dict[int, None] | None = None  # lengths; None outside of models that begin anew
+    known: dict[int, None] | None = None  # lengths; None until a model with `begin_anew` runs
 
 
 _RUNNING = _Running()

@@ -250,7 +250,7 @@ def _local_row(index: int | None, parts: Parts, axis: Axis) -> int | None:
 
 
 def _check_rows(ids: Tensor, parts: Parts, axis: Axis) -> None:
-    """Raise for an id that no rank holds; its row would be zeros."""
+    """Raise for an id that no rank holds; without this, its row would be zeros."""
     rows = cut(parts, axis.size).whole
     torch._assert_async(((ids >= 0) & (ids < rows)).all(), f"an id is not one of {rows} rows")
 

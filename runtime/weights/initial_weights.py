@@ -90,7 +90,7 @@ class Recipe:
                 shape, source = self._source(group[0])
                 fill(group, source, splits, axis, shape=shape, device=device, dtype=dtype)
             elif group[0].tensor.device.type != device.type and not starts_on_host(group[0].tensor):
-                hang(group, group[0].tensor.to(device))  # of a kind that is never cut
+                hang(group, group[0].tensor.to(device))  # sparse or quantised, so never cut
         move_held(model, device)
 
     def make(self, name: str) -> Tensor:

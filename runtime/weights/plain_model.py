@@ -26,7 +26,8 @@ from torch.utils._pytree import tree_leaves
 
 from autopar.runtime.ranks.randomness import mixed_seed, seeded
 
-# torch draws again until all numbers are in range, so how often it draws depends on the numbers
+# torch's function for truncated normals, which draws again until all numbers are in range: how
+# often it draws depends on the numbers
 REJECTING = "_no_grad_trunc_normal_"
 
 
@@ -62,7 +63,10 @@ class Draws:
 
     @contextmanager
     def one(self, generator: torch.Generator | None) -> Iterator[None]:
-        """Count the code inside as one numbered draw, unless the generator was seeded otherwise."""
+        """Count the code inside as one numbered draw.
+
+        Inside another draw, or if the constructor seeded the generator, it is not counted.
+        """
         number = self._numbers.get(_fresh_seed()) if is_default(generator) else None
         if number is None or self._is_inside:
             yield
@@ -75,9 +79,10 @@ class Draws:
         self.begin(number + 1)
 
     def noted(self, op: int) -> GeneratorState:
-        """Return the generator's state before an op draws; advance it without drawing.
+        """Return the generator's state before an op draws; advance the generator without drawing.
 
-        If the constructor has seeded the generator, its state after the op is a placeholder.
+        If the constructor has seeded the generator, it is advanced to a placeholder for its state
+        after the op.
         """
         seed = _fresh_seed()
         if seed in self._numbers:

@@ -1,4 +1,4 @@
-"""What many GPUs would meet, as far as one can show it."""
+"""Checks scripts for many GPUs, as far as one GPU can show what they do."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ _SIZES = (1, 2, 4)  # of worlds
 
 
 def ranks(context: Context, names: Sequence[str] = tuple(CHECKS)) -> Iterator[Row]:
-    """Yield the rows of checks; one that fails is told, and the next goes on."""
-    if context.is_gpu:  # all processes import meanwhile
+    """Yield the rows of checks; a check that fails yields a row with its error."""
+    if context.is_gpu:  # all processes import at the same time
         context.pools |= {n: new_pool(n) for n in _SIZES if n not in context.pools}
     rows: SimpleQueue[Row] = SimpleQueue()
     with ThreadPoolExecutor(1) as beside:

@@ -24,7 +24,7 @@ INTERLEAVED = {"schedules": (ScheduleKind.INTERLEAVED_1F1B,), "stages_per_rank":
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A model, and what its plan is made to be."""
+    """A model, and the pins and precision of its plan."""
 
     name: str
     model: tuple[str, tuple[str, ...]] = GPT2
@@ -33,7 +33,7 @@ class Case:
 
     @property
     def ranks(self) -> int:
-        """How many processes the script is of."""
+        """How many processes run the script."""
         return prod(self.pins.get(axis, 1) for axis in ("pipeline", "data", "tensor"))
 
 
@@ -102,7 +102,7 @@ class Written:
 
     @property
     def ranks(self) -> int:
-        """How many processes the script is of."""
+        """How many processes run the script."""
         return self.axes.pipeline * self.axes.data * self.axes.tensor
 
 

@@ -29,13 +29,13 @@ _BEGUN = "step 4 begins"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """What a rank does, and what else the script is told."""
+    """What rank 1 does in step 4, and how the script is started and stopped."""
 
     name: str
     action: str  # of rank 1, see faulty_rank.py
     arguments: tuple[str, ...] = ()
     stops: bool = False  # torchrun gets SIGTERM then
-    keeps: bool = False  # checkpoints
+    keeps: bool = False  # whether the script writes checkpoints
 
 
 FAULTS = (
@@ -107,7 +107,7 @@ def _started(fault: Fault, script: str, log: Path, device: str) -> _Running:
 
 
 def _ended(running: Sequence[_Running], seconds: float) -> Iterator[_Running]:
-    """Yield what has ended; send signals when it is time, and end what does not."""
+    """Yield each run when it has ended; send signals when they are due, and kill late runs."""
     deadline = time.monotonic() + seconds
     try:
         while any(one.ended_at is None for one in running) and time.monotonic() < deadline:

@@ -20,9 +20,9 @@ _TIMEOUT = timedelta(seconds=60)
 
 
 def share_device() -> None:
-    """Have this process take the first device, as others of this machine do.
+    """Make this process use the first device, as all processes of this machine do.
 
-    A script would take that of its rank, and refuse to run where there are too few.
+    A script would take the device of its local rank, and refuse to run if there are too few.
     """
     if torch.cuda.is_available():
         torch.cuda.set_device(0)
@@ -31,7 +31,7 @@ def share_device() -> None:
 
 @contextmanager
 def joined_late(device: str, store: str) -> Iterator[None]:
-    """Join the processes of a pool by the late group; `store` is a file that is not there yet."""
+    """Join the processes of a pool in a late group; `store` is a file that does not exist yet."""
     late_group.register(device)
     with _joined(
         late_group.NAME,
@@ -45,7 +45,7 @@ def joined_late(device: str, store: str) -> Iterator[None]:
 
 @contextmanager
 def joined_alone(device: str) -> Iterator[None]:
-    """Be a world of one process: of nccl on a GPU, connected at once, as scripts do it."""
+    """Make this process a world of its own: with nccl on a GPU, connected at once as in scripts."""
     store = dist.HashStore()  # type: ignore[attr-defined]
     own: dict[str, Any] = {"store": store, "rank": 0, "world_size": 1}
     if device == "cuda":
@@ -58,7 +58,7 @@ def joined_alone(device: str) -> Iterator[None]:
 def _joined(backend: str, **arguments: Any) -> Iterator[None]:
     share_device()
     if dist.is_initialized():
-        dist.barrier()  # a rank that leaves while another one still connects brings it down
+        dist.barrier()  # if a rank leaves while another one still connects, the other fails
         dist.destroy_process_group()
     dist.init_process_group(backend, **arguments)
     try:
@@ -73,7 +73,7 @@ def _joined(backend: str, **arguments: Any) -> Iterator[None]:
 
 
 class _Several(int):
-    """The number one, as a size of an axis that is not left out."""
+    """The size one, which compares as greater, so that messages are sent along the axis."""
 
     def __eq__(self, other: object) -> bool:
         return False

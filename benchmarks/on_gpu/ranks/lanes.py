@@ -1,4 +1,4 @@
-"""Plans cases in other processes, and runs their scripts, worlds of unlike sizes at once."""
+"""Plans cases in other processes, and runs their scripts; worlds of different sizes run at once."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def in_lanes(
 ) -> Iterator[tuple[Case, Result | Exception]]:
     """Yield what a function returns or raises for the script of each case, as soon as it does.
 
-    The function is also given a folder. Cases of as many processes run one after the other, for
-    there is one pool of each size.
+    The function also gets a folder. Cases with the same number of processes run one after the
+    other, because there is one pool for each number.
     """
     with ExitStack() as stack:
         folder = stack.enter_context(TemporaryDirectory(prefix="on-gpu-"))

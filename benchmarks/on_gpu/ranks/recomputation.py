@@ -74,9 +74,9 @@ def _gradients(device: str, mode: Mode, way: str, dtype: torch.dtype) -> list[Te
     for layer in layers:
         recompute(layer, mode)
     x = torch.randn(2, 32, 64, device=device, dtype=dtype)
-    torch.manual_seed(2)  # of the dropout
+    torch.manual_seed(2)  # for the dropout
     for layer in layers:
         x = layer(hidden=x) if way == "by keyword" else layer(x)
-    torch.manual_seed(3)  # what runs again has to go back to
+    torch.manual_seed(3)  # the recomputed forwards must go back to the states before this
     x.float().square().sum().backward()  # type: ignore[no-untyped-call]
     return [one.grad.float() for one in layers.parameters() if one.grad is not None]

@@ -1,4 +1,4 @@
-"""Goes on from a checkpoint, and compares with a training that was not stopped, bit by bit."""
+"""Resumes from a checkpoint, and compares bit by bit with a training that was not stopped."""
 
 from __future__ import annotations
 

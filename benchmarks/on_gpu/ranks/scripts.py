@@ -37,7 +37,7 @@ def script_rows(context: Context) -> Iterator[Row]:
 def _compared(
     context: Context, alone: ThreadPoolExecutor, one: Written, folder: str
 ) -> dict[str, Cell]:
-    """Train in float64 and as planned; one that fails does not keep the other from being told."""
+    """Train in float64, and in the planned dtype; if one training fails, the other still counts."""
     began = time.monotonic()
     coming = alone.submit(context.alone, trained_alone, one.task, context.device)
 

@@ -1,4 +1,4 @@
-"""Counts where the host waits for the GPU between two log lines: expected nowhere."""
+"""Counts where the host waits for the GPU between two log lines; scripts should wait nowhere."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from benchmarks.on_gpu.ranks.lanes import in_lanes
 from benchmarks.on_gpu.report import Row, told
 
 TABLE = "Ranks: where the host waits for the GPU in 5 steps without a log line"
-_WAITS = "called a synchronizing"  # what torch warns of, beside that this mode is new
-_WATCHED = range(3, 8)  # the steps; the last one, 8, logs
+_WAITS = "called a synchronizing"  # in torch's warning of a wait; it also warns of this mode itself
+_WATCHED = range(3, 8)  # the watched steps; step 8, the last one, logs
 _OUR_FILES = str(Path(__file__).parents[3])
 _AGAIN = (RecomputePin(modules="*", mode=Recompute.FULL),)
 _ALONE = (
@@ -53,7 +53,7 @@ def _places(context: Context, one: Written, folder: str) -> Mapping[str, int]:
 
 
 def _waits(path: str, store: str | None) -> Mapping[str, int]:
-    """Run a script, and return how often it waits where."""
+    """Run a script, and return how often it waits at each place."""
     script: Any = imported(Path(path))
     own_step, found, step = script.train_step, Counter[str](), [0]
 
@@ -80,7 +80,7 @@ def _waits(path: str, store: str | None) -> Mapping[str, int]:
 
 
 def _place() -> str | None:
-    """Return the innermost lines of ours: the place, and who called it; none for the late group."""
+    """Return our two innermost lines: caller → place; None for a wait in the late group."""
     stack = traceback.extract_stack()
     if any(one.filename == late_group.__file__ for one in stack):
         return None

@@ -1,6 +1,6 @@
 """Sends every kind of message that scripts send, in a world of one process, and compares.
 
-In a world of one each message returns what was sent; that nccl takes the call at all is the proof.
+In a world of one, each message returns what was sent. So this only shows that nccl takes each call.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ CONVERSIONS = (
 def _sent(name: str, message: Message, axis: Axis, device: str) -> dict[str, Cell]:
     began = time.perf_counter()
     wrong = []
-    for dtype in TYPES[: len(TYPES) - name.startswith("ComingMean")]:  # of floats alone
+    for dtype in TYPES[: len(TYPES) - name.startswith("ComingMean")]:  # integers have no mean
         x = torch.arange(24, device=device).view(4, 6).to(dtype)
         for given in (x, x.t()) if name in ("summed", "gathered", "sum_scattered") else (x,):
             try:

@@ -44,7 +44,7 @@ class Constants:
     def __init__(self) -> None:
         self._numbers: dict[int, Tensor] = {}
         self._mapped: dict[int, Span] = {}  # addresses of tensors that are not copied
-        self._files: dict[int, Span] = {}  # the mapped files around them, kept open
+        self._files: dict[int, Span] = {}  # addresses of the mapped files that contain them
         self._taken: dict[int, _ReadTensor] = {}
 
     def __contains__(self, storage: int) -> bool:
@@ -87,7 +87,7 @@ class Constants:
                 del self._mapped[storage], self._files[storage]
 
     def is_mapped(self, tensor: Tensor) -> bool:
-        """Whether a tensor is a private mapping of a file."""
+        """Whether a tensor lies in a file that is mapped privately or read-only."""
         return self._file(tensor) is not None
 
     def _file(self, tensor: Tensor) -> Span | None:

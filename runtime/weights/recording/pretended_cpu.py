@@ -1,6 +1,7 @@
 """Makes recorded tensors, which are on meta, look to the constructor like tensors on the CPU.
 
-Many initialisers skip tensors on meta, and many constructors read values, say of a small table.
+Many initialisers skip tensors on meta, and many constructors read values, such as those of a small
+table.
 """
 
 from __future__ import annotations

@@ -210,7 +210,7 @@ class History:
     def state_behind(self, number: int) -> Tensor:
         """Return the default generator's state after a random op.
 
-        Repeats the draws between it and the last draw before it with a known state.
+        The random ops after the last known state are run again, up to this one.
         """
         chain: list[int] = []
         last: int | None = number

@@ -48,7 +48,7 @@ UNMARKED = ("running_mean", "running_var")
 FILLS = {"normal_", "uniform_", "fill_", "zero_"}
 # the most ops that are replayed: a constant, and so many more for each recorded op
 MOST_REPLAYED, MOST_REPLAYED_EACH = 10_000, 20
-FROM_ELSEWHERE = {torch.ops.aten.from_file.default}
+FROM_ELSEWHERE = {torch.ops.aten.from_file.default}  # ops without inputs that make real tensors
 
 
 class ConstructorRecording:
@@ -313,7 +313,7 @@ class ConstructorRecording:
 
 @total_ordering
 class Address:
-    """The address that a recorded tensor would have; it can only be compared."""
+    """The address that a recorded tensor would have: it can be compared and shifted, not read."""
 
     def __init__(self, storage: int, offset_bytes: int, recording: ConstructorRecording) -> None:
         self._place = (storage << 48) + offset_bytes

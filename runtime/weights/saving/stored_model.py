@@ -66,9 +66,9 @@ def _dim_of(stride: int, tensor: View) -> int | None:
 
 
 def same_view(view: View, of: View, other: View) -> View | None:
-    """Return the part of `other` at the place that `view` has in `of`, or None if it is no box.
+    """Return the part of `other` with the indices that `view` has in `of`; None if that is no box.
 
-    Both tensors have the same size.
+    `of` and `other` have the same size.
     """
     box = box_of(view, of)
     if box is None:
@@ -151,7 +151,7 @@ class _Taking:
         found = self._taken(seen)
         made = self._made(seen.memory)
         if not found and made is not None and is_whole(seen, made[1]):
-            seen = made[1]  # the tensor was reshaped since
+            seen = made[1]  # the op's result, which was then reshaped into the tensor
             found = self._taken(seen)
         for one in found:
             yield SavedPiece(
@@ -180,7 +180,7 @@ class _Taking:
         return []
 
     def _joined(self, parts: Sequence[View], dim: int) -> Iterator[_TakenBox]:
-        """Yield the origins of views that are concatenated along a dim."""
+        """Yield the boxes of a tensor that concatenates `parts` along a dim."""
         begin = 0
         for part in parts:
             for one in self._taken(part):
@@ -189,7 +189,7 @@ class _Taking:
             begin += part.size[dim]
 
     def _made(self, memory: int) -> tuple[SavingOp, View] | None:
-        """Return the op that made a memory and its result, if no other op has written to it."""
+        """Return the only op that has written to a memory, and its result; None if several have."""
         ops = self._ops[memory]
         results = [one for op in ops for one in op.results if one.memory == memory]
         is_alone = len(ops) == len(results) == 1 and memory not in ops[0].reads
@@ -223,7 +223,10 @@ class StoredPiece:
         return whole.reshape(piece.viewed)[tuple(slice(at, at + size) for at, size in ends)]
 
     def read_part(self, common: Sequence[Range], box: Box) -> Tensor:
-        """Read the part in `common`, ranges of the model's tensor, with that tensor's dims."""
+        """Read the part that `common` gives as ranges of the model's tensor.
+
+        The result has that tensor's dims, in its order.
+        """
         slices, order = [], []
         for start, dim in zip(self.piece.start, box.dims, strict=True):
             low, high = (0, 1) if dim is None else common[dim]
@@ -287,10 +290,11 @@ class PiecedTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredModel:
-    """Finds a model's tensors in files, from the contents that `save_pretrained` would write.
+    """Finds a model's tensors in files, by what `save_pretrained` would write for each.
 
-    Names in a folder are taken for those of `save_pretrained`: a transposed weight may have the
-    same name as in the model. Names in a single file are first taken for the model's own.
+    In a folder, a name means what `save_pretrained` writes under it, even if the model has that
+    name, too: the file's tensor may be transposed. In a single file, a name that the model has
+    means the model's tensor.
     """
 
     stored: Mapping[str, Any]  # the open file of each tensor
@@ -310,7 +314,10 @@ class StoredModel:
         return None if own is None else self._slice(own)
 
     def is_expected(self, names: Collection[str]) -> bool:
-        """Whether the files should have a tensor; adapters are saved without their base, say."""
+        """Whether the files should have the tensor with these names.
+
+        Files of an adapter, for example, lack the base model.
+        """
         return self._form is None or self._has_all or not self._saved.isdisjoint(names)
 
     def unused(self, names: Collection[str]) -> list[str]:
