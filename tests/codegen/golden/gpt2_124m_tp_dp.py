@@ -28,7 +28,7 @@ Why this plan: this plan has simpler layouts than the fastest one, and its step 
 The fastest plan found takes 34.35 ms, and none of the 20 arrangements is faster than that. In this
 plan, compute + optimizer takes 82% of the step.
 """
-# Written by autopar 0.2.0 (checksum 33869765fd879dfd, plan dbbd1410e91af77d).
+# Written by autopar 0.2.0 (checksum 7687530cec7dc077, plan dbbd1410e91af77d).
 # Once you edit this file, autopar overwrites it only with --force.
 
 import sys
@@ -243,7 +243,7 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
     # Finds the newest checkpoint, if there is one; restore() below continues from it.
     keeper = Keeper(options, mesh, dataset, rows_per_step=GLOBAL_BATCH, model=MODEL_DIGEST)
     options.steps = keeper.steps  # --steps, or what --epochs comes to
-    # The loss is a mean over valid targets: microbatches with more count more.
+    # The loss is a mean over valid targets, so a microbatch is weighted by how many it has.
     data = read_batches(
         new_batch,
         options,

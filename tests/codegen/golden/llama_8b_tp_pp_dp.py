@@ -30,7 +30,7 @@ Why this plan: this plan has simpler layouts than the fastest one, and its step 
 The fastest plan found takes 1.009 s, and none of the 4 arrangements is faster than that. In this
 plan, compute + optimizer takes 70% of the step.
 """
-# Written by autopar 0.2.0 (checksum 78ef50795be3c816, plan 5a336f4e97313365).
+# Written by autopar 0.2.0 (checksum 5cc2b37c2e6bad26, plan 5a336f4e97313365).
 # Once you edit this file, autopar overwrites it only with --force.
 
 import sys
@@ -299,7 +299,7 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
     # Finds the newest checkpoint, if there is one; restore() below continues from it.
     keeper = Keeper(options, mesh, dataset, rows_per_step=GLOBAL_BATCH, model=MODEL_DIGEST)
     options.steps = keeper.steps  # --steps, or what --epochs comes to
-    # The loss is a mean over valid targets: microbatches with more count more.
+    # The loss is a mean over valid targets, so a microbatch is weighted by how many it has.
     data = read_batches(
         new_batch,
         options,

@@ -25,7 +25,7 @@ Memory of the fullest device: 5.299 GiB of 68.8 GiB (8%)
 Why this plan: none of the 12 arrangements is faster; compute + optimizer takes 78% of the step.
 The next best, dp 8, no sharding, takes 15.86 ms (+1.7%): +410.6 us optimizer.
 """
-# Written by autopar 0.2.0 (checksum 3c243995f3fb4793, plan 666aa2be9cff1f9b).
+# Written by autopar 0.2.0 (checksum 5016fb89739a2c2c, plan 666aa2be9cff1f9b).
 # Once you edit this file, autopar overwrites it only with --force.
 
 import sys
@@ -149,7 +149,7 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
     # Finds the newest checkpoint, if there is one; restore() below continues from it.
     keeper = Keeper(options, mesh, dataset, rows_per_step=GLOBAL_BATCH, model=MODEL_DIGEST)
     options.steps = keeper.steps  # --steps, or what --epochs comes to
-    # The loss is a mean over valid targets: microbatches with more count more.
+    # The loss is a mean over valid targets, so a microbatch is weighted by how many it has.
     data = read_batches(
         new_batch,
         options,

@@ -25,7 +25,7 @@ Memory of the fullest device: 11 GiB of 68.8 GiB (16%)
 
 Why this plan: none of the 20 arrangements is faster; compute + optimizer takes 76% of the step.
 """
-# Written by autopar 0.2.0 (checksum ab960147b1d235ea, plan 996f527db5d4633a).
+# Written by autopar 0.2.0 (checksum 9afd6ae5dad363ed, plan 996f527db5d4633a).
 # Once you edit this file, autopar overwrites it only with --force.
 
 import sys
@@ -193,7 +193,7 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
     # Finds the newest checkpoint, if there is one; restore() below continues from it.
     keeper = Keeper(options, mesh, dataset, rows_per_step=GLOBAL_BATCH, model=MODEL_DIGEST)
     options.steps = keeper.steps  # --steps, or what --epochs comes to
-    # The loss is a mean over valid targets: microbatches with more count more.
+    # The loss is a mean over valid targets, so a microbatch is weighted by how many it has.
     data = read_batches(
         new_batch,
         options,
