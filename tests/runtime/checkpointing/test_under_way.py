@@ -11,6 +11,8 @@ from autopar.runtime.checkpointing.watch import UnderWay, not_begun, under_way
 from autopar.runtime.ranks.mesh import start
 from tests.runtime.processes import Pool
 
+SECOND = "all_reduce 2 of the tensor axis"
+
 
 def one_is_late() -> UnderWay:
     """Have the first rank begin what the other has not; return what this one has begun."""
@@ -30,26 +32,20 @@ def one_is_late() -> UnderWay:
 
 
 def settled(*, has_begun: bool) -> UnderWay:
-    """Return what is under way; torch notes it, and the end of a barrier, a moment later."""
-
-    def is_early(found: UnderWay) -> bool:
-        if found.waits_for is None:
-            return has_begun
-        return "barrier" in found.waits_for.told
-
+    """Return what is under way; torch notes beginnings and ends a moment later."""
+    wanted = SECOND if has_begun else None
     until = monotonic() + 10.0
     found = under_way()
-    while is_early(found) and monotonic() < until:
+    while (found.waits_for and found.waits_for.told) != wanted and monotonic() < until:
         sleep(0.01)
         found = under_way()
     return found
 
 
 def test_the_collective_that_one_rank_has_not_begun_is_named() -> None:
-    told = "all_reduce 2 of the tensor axis"
     pool = Pool(4)  # of new processes: the recorder of others still has messages of other tests
     try:
         found = pool.run(one_is_late, (), 60.0)
     finally:
         pool.kill()
-    assert not_begun(dict(enumerate(found))) == {1: told, 3: told}
+    assert not_begun(dict(enumerate(found))) == {1: SECOND, 3: SECOND}
