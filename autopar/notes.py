@@ -198,15 +198,17 @@ def note_breaks(plan: Plan) -> None:
     """Print a note on each line at which torch.compile would stop, so that layers stay eager."""
     if plan.arrangement.compile is Compile.NONE:
         return
+    stopped: dict[tuple[str, str], list[str]] = {}  # line and reason → layers of all kinds
     for one in plan.graph.breaks:
-        first, *more = one.paths
+        stopped.setdefault((one.where, one.why), []).extend(one.paths)
+    for (where, why), (first, *more) in stopped.items():
         layers = f"{first} and {len(more)} like it" if more else first
-        file, _, number = one.where.rpartition(":")
+        file, _, number = where.rpartition(":")
         code = linecache.getline(file, int(number or 0)).strip()
         place = f" ({Path(file).name}, line {number}: {code})" if code else ""
         print_note(
-            f"torch.compile cannot take {layers} whole{place}: {one.why} So the script leaves them "
-            "as they are, and they are priced so."
+            f"torch.compile cannot take {layers} whole{place}: {why.rstrip('.')}. So the script "
+            "leaves them as they are, and they are priced so."
         )
 
 

@@ -144,14 +144,12 @@ def _sources(partition: str | None) -> Sequence[str]:
     """Return the sources to ask for machines, in this order."""
     if partition is not None:
         return (_SLURM,)
-    asked_first = [
-        one for one, tool in ((_SLURM, SLURM_QUERY[0]), (_HERE, GPU_QUERY[0])) if shutil.which(tool)
-    ]
-    if _HERE not in asked_first and local_devices():
-        asked_first.append(_HERE)
-    if shutil.which(KUBERNETES_QUERY[0]):
-        asked_first.append(_KUBERNETES)
-    return asked_first or (_HERE,)
+    may_answer = {
+        _SLURM: shutil.which(SLURM_QUERY[0]),
+        _HERE: shutil.which(GPU_QUERY[0]) or local_devices(),
+        _KUBERNETES: shutil.which(KUBERNETES_QUERY[0]),
+    }
+    return [one for one, found in may_answer.items() if found] or [_HERE]
 
 
 def _first_answer(sources: Sequence[str], partition: str | None) -> tuple[str, FoundNodes]:

@@ -160,7 +160,8 @@ def planned(plan: Plan) -> Iterator[ScriptSetting]:
         bucket = "gradients are sent in buckets of this size, during the backward"
         yield ScriptSetting("BUCKET_BYTES", _in_mebibytes(arranged.bucket_bytes), bucket)
     if arranged.offload.has_states:
-        yield ScriptSetting("OFFLOAD", literal(True), arranged.offload.meaning)
+        fetched = "parameters, " if arranged.shards_on_host else ""
+        yield ScriptSetting("OFFLOAD", literal(True), f"{fetched}{arranged.offload.meaning}")
     if arranged.pipeline > 1:
         schedule = "the order of forwards and backwards"
         yield ScriptSetting("SCHEDULE", literal(str(arranged.schedule)), schedule)
