@@ -22,10 +22,11 @@ from functools import partial
 from pathlib import Path
 from typing import TextIO
 
-from benchmarks.on_gpu.compiled import compiled, in_float8
+from benchmarks.on_gpu.compiled import compiled, in_float8, on_host
 from benchmarks.on_gpu.context import Context, place_here
 from benchmarks.on_gpu.ops import ops
 from benchmarks.on_gpu.ranks import CHECKS, ranks
+from benchmarks.on_gpu.rehearsals import rehearsals
 from benchmarks.on_gpu.report import Report, Row
 from benchmarks.on_gpu.steps import CASES, steps
 
@@ -46,6 +47,8 @@ PARTS: Mapping[str, Part] = {
     "ops": Part(rows=ops, minutes=2.0),
     "compile": Part(rows=compiled, minutes=4.0),
     "float8": Part(rows=in_float8, minutes=4.0),
+    "offload": Part(rows=on_host, minutes=2.0),
+    "rehearse": Part(rows=rehearsals, minutes=4.0),
 }
 
 

@@ -1,11 +1,11 @@
-"""Times scripts whose layers are compiled, and scripts that also multiply in float8."""
+"""Times scripts with compiled layers, with products in float8, and with parts on the host."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
 
-from autopar.planner.costs.prediction import Compile
+from autopar.planner.costs.prediction import Compile, Offload, Zero
 from autopar.planner.precision import Float8
 from benchmarks.on_gpu.context import Context
 from benchmarks.on_gpu.planned import Case
@@ -25,6 +25,16 @@ def in_float8(context: Context) -> Iterator[Row]:
     chosen = [
         replace(_compiled(one), name=f"{one.name}, float8 {scales}", float8=scales)
         for scales in (Float8.TENSORWISE, Float8.ROWWISE)
+        for one in _cases(context)
+    ]
+    yield from rows_of(context, chosen, (("script",),))
+
+
+def on_host(context: Context) -> Iterator[Row]:
+    """Yield rows for each model: the optimizer on the host, then also the parameters."""
+    chosen = [
+        replace(one, name=f"{one.name}, {what} on the host", offload=Offload.OPTIMIZER, zero=zero)
+        for what, zero in (("optimizer", Zero.NONE), ("parameters", Zero.PARAMETERS))
         for one in _cases(context)
     ]
     yield from rows_of(context, chosen, (("script",),))

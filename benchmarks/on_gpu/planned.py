@@ -14,9 +14,11 @@ from autopar.planner.cluster.file import choose_cluster
 from autopar.planner.costs.prediction import (
     Compile,
     MemoryPrediction,
+    Offload,
     Prediction,
     Recompute,
     TimeTerm,
+    Zero,
 )
 from autopar.planner.layers import find_layers
 from autopar.planner.model.model_file import load_model_file
@@ -43,11 +45,18 @@ class Case:
     rows: int
     compile: Compile = Compile.NONE
     float8: Float8 = Float8.NONE
+    offload: Offload = Offload.NONE
+    zero: Zero = Zero.NONE  # with offload, PARAMETERS fetches each layer from the host
 
     @property
     def spec(self) -> str:
         """The model as on a command line."""
         return str(ZOO / self.file)
+
+    @property
+    def is_profiled(self) -> bool:
+        """Whether a profile of ops says something new; it times neither inductor nor the host."""
+        return self.compile is Compile.NONE and self.offload is Offload.NONE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +113,8 @@ def _plan(case: Case, device: str, measured: MeasuredFile | None) -> Plan:
     constraints = replace(
         Constraints(precision=Precision.BF16, global_batch=case.rows, compile=case.compile),
         float8=case.float8,
+        offloads=(case.offload,),
+        zero_levels=(case.zero,),
         microbatch=case.rows,
         recompute=(RecomputePin(modules="*", mode=Recompute.NONE),),
     )

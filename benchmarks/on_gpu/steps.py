@@ -15,7 +15,6 @@ from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from autopar.planner.costs.prediction import Compile
 from benchmarks.on_gpu.context import Context
 from benchmarks.on_gpu.kernels import short
 from benchmarks.on_gpu.planned import Case, Planned, device_here, planned, planned_by_profile
@@ -71,7 +70,7 @@ def rows_of(
             except Exception as error:
                 yield Row(table=TABLE, cells={"model": case.name, "error": told(error)})
         for case in cases:
-            if case.compile is Compile.NONE:  # a profile times ops, not what inductor makes of them
+            if case.is_profiled:
                 yield from _profiled_rows(context, case, scripts.get(case.name))
 
 

@@ -43,6 +43,7 @@ from autopar.codegen.proof.draws import Drawing, NotedDraw, recompute_draw_fault
 from autopar.codegen.proof.dryrun.rank import FirstStep, run_first_step
 from autopar.codegen.proof.dryrun.watching import sizes_of_numbers
 from autopar.runtime.ranks import mesh
+from autopar.runtime.tensor.shards import put_into
 
 NAME = "pretended"
 DEVICE = f"{NAME}:0"
@@ -126,6 +127,15 @@ class PretendedDevice(_DummyBackendModule):
         self.generator.set_state(state)
 
 
+def _moved(tensor: Any, source: Any) -> None:
+    gradient = tensor.grad_dtype
+    put_into(tensor, source)
+    tensor.grad_dtype, tensor.fake_device = gradient, source.fake_device
+
+
+_SET_DATA: Any = vars(torch._C.TensorBase)["data"].__set__
+
+
 class MadeOnDevice(TorchFunctionMode):
     """A mode for calls that make tensors on the device without an op that dispatch modes see."""
 
@@ -141,6 +151,8 @@ class MadeOnDevice(TorchFunctionMode):
         is_there = torch.device(named.get("device") or "cpu").type == NAME
         if func is torch.tensor and is_there:  # no op, so no dispatch mode sees it
             return func(*args, **{**named, "device": "cpu"}).to(named["device"])
+        if func == _SET_DATA and args[0].device != args[1].device:  # GPUs allow it
+            return _moved(*args)
         if is_there and detect_fake_mode() is None:  # placeholders of fully_shard
             return func(*args, **{**named, "device": "meta"})
         return func(*args, **named)

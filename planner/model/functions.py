@@ -198,13 +198,13 @@ class DataReads:
     def _on_read(self, event: str, given: tuple[Any, ...]) -> None:
         if not self._depth:
             return
-        path = given[0]
-        if event == "open":
-            writes = given[2] & (os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
-            if writes or not isinstance(path, (str, bytes)):
-                return
+        path = "." if given[0] is None else given[0]  # os.listdir() lists the working folder
+        if not isinstance(path, (str, bytes)):  # the number of an open file or folder
+            return
+        if event == "open" and given[2] & (os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND):
+            return
         if not _is_importing() and _package(_outside_python()) != "autopar":
-            place = os.path.abspath(os.fsdecode("." if path is None else path))  # noqa: PTH100
+            place = os.path.abspath(os.fsdecode(path))  # noqa: PTH100
             self.paths[place] = state_of(place)
 
     def _seen(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -32,6 +32,7 @@ from unittest.mock import patch
 import networkx as nx
 import torch
 from torch import SymBool, SymFloat, SymInt, Tensor, fx
+from torch._dynamo import trace_rules
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -174,6 +175,7 @@ _len = len
 @contextmanager
 def lengths_as_sizes() -> Iterator[None]:
     """Make `len` of a tensor return its first size, which may be a symbol."""
+    trace_rules.is_builtin_callable(len)  # dynamo lists Python's builtins when it is first asked
     with patch.object(builtins, "len", _length):
         yield
 

@@ -87,7 +87,7 @@ class Recipe:
         check_names(splits, self.shapes)
         for group in group_aliases(places(model)):
             if group[0].tensor.device == META:
-                shape, source = self._source(group[0])
+                shape, source = self.whole_tensor(group[0])
                 fill(group, source, splits, axis, shape=shape, device=device, dtype=dtype)
             elif group[0].tensor.device.type != device.type and not starts_on_host(group[0].tensor):
                 hang(group, group[0].tensor.to(device))  # sparse or quantised, so never cut
@@ -98,7 +98,8 @@ class Recipe:
         made: Tensor = self.source(name)[...]
         return made
 
-    def _source(self, place: TensorPlace) -> tuple[tuple[int, ...], TensorSource | None]:
+    def whole_tensor(self, place: TensorPlace) -> tuple[tuple[int, ...], TensorSource | None]:
+        """Return the shape and the values of a whole tensor; no values in a dry run."""
         if place.name not in self.shapes:
             raise KeyError(f"the recorded model has no {place.name}: its names may not change")
         if detect_fake_mode() is not None:  # a dry run needs shapes only

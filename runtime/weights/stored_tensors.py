@@ -185,18 +185,15 @@ def fill(
     mine = with_rows(chunks, old)
     cast = dtype if dtype is not None and old.is_floating_point() else old.dtype
     there = torch.device("cpu") if starts_on_host(old) else device
-    fresh = torch.empty(mine.local_shape, dtype=cast, device=there)
+    # not DTensor.from_local, which would move what starts on the host to the mesh's device
+    is_sharded = isinstance(old, DTensor)
+    fresh = (
+        torch.empty_like(old, dtype=cast, device=there)
+        if is_sharded
+        else torch.empty(mine.local_shape, dtype=cast, device=there)
+    )
     if source is not None:
-        fresh.copy_(read(source, mine.ranges))
-    if isinstance(old, DTensor):
-        fresh = DTensor.from_local(
-            fresh,
-            old.device_mesh,
-            old.placements,
-            run_check=False,
-            shape=old.shape,
-            stride=old.stride(),
-        )
+        (fresh._local_tensor if is_sharded else fresh).copy_(read(source, mine.ranges))
     put(group, fresh, chunks)
 
 

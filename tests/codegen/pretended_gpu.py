@@ -21,7 +21,9 @@ from autopar.codegen.proof.dryrun.rank import report_of
 from autopar.codegen.proof.dryrun.watching import DryRunRecording
 from autopar.codegen.proof.pretended_device import NAME, MadeOnDevice, pretend
 from autopar.runtime import pipeline  # noqa: F401  loaded once for all processes
+from autopar.runtime.optimizer import building
 from autopar.runtime.ranks import mesh
+from autopar.runtime.tensor.shards import made_like
 from tests.strict.refusals import refuse
 
 
@@ -42,9 +44,18 @@ class _Refusing(DryRunRecording):  # type: ignore[no-untyped-call]
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
+def _made_like(tensor: Any, original: Any) -> Any:
+    """Return what `made_like` does; the tensor goes on saying where it lies itself."""
+    own = tensor.fake_device
+    made = made_like(tensor, original)
+    made.fake_device = own
+    return made
+
+
 def main(jobs: Sequence[str]) -> None:
     """Print a report for each script and rank, each from a process that has met no other."""
     vars(watching)["DryRunRecording"] = _Refusing
+    vars(building)["made_like"] = _made_like
     pretend()
     for path, rank in zip(jobs[::2], jobs[1::2], strict=True):
         running = get_context("fork").Process(target=_dry_run, args=(path, rank))

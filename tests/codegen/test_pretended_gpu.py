@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from autopar.codegen.emit import write_script
-from autopar.planner.costs.prediction import Recompute
+from autopar.planner.costs.prediction import Offload, Recompute, Zero
 from autopar.planner.plan.declared.constraints import RecomputePin
 from autopar.planner.plan.plan import Plan
 from autopar.planner.precision import Precision
@@ -64,6 +64,21 @@ def test_no_script_leaves_a_tensor_behind(kinds: Sequence[str], tmp_path: Path) 
     plans["norms"] = pinned_plan("resnet.py", ("size=tiny",), **KINDS["ddp"], **pins)
     jobs = [job for name, plan in plans.items() for job in ranks_of(plan, tmp_path / name)]
     assert len(dry_runs(jobs)) == len(jobs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("zero", "degrees"),
+    cells([(Zero.NONE, {}), (Zero.PARAMETERS, {})], [(Zero.OPTIMIZER, {"data": 2})]),
+)
+def test_only_what_lies_on_the_host_is_left_there(zero: Zero, tmp_path: Path) -> None:
+    pins = {
+        "zero_levels": (zero,),
+        "offloads": (Offload.OPTIMIZER,),
+        "recompute": NOTHING_RUNS_AGAIN,
+    }
+    plan = pinned_plan("gpt2.py", ("layers=4",), precision=Precision.BF16, **pins)
+    assert len(dry_runs(ranks_of(plan, tmp_path)[:1])) == 1
 
 
 CLIPPED = "norm = clip_by_global_norm("

@@ -1,7 +1,8 @@
 """Runs one rank of a plan's script on the device of this machine, and measures its step.
 
 The rank computes as in training, but its process group sends nothing: a received tensor holds
-zeros, or what its memory held before. `python -m autopar.codegen.proof.dryrun.rehearsing SCRIPT`
+zeros, or what its memory held before. Matrices of weights are drawn on the device, because a CPU
+takes minutes to draw large models. `python -m autopar.codegen.proof.dryrun.rehearsing SCRIPT`
 measures the rank that AUTOPAR_DRYRUN="rank/world/device" names. If a step has many microbatches,
 two shorter steps are measured instead, as in a dry run (see running.py).
 """
@@ -9,6 +10,7 @@ two shorter steps are measured instead, as in a dry run (see running.py).
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import time
@@ -23,6 +25,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from autopar.codegen.proof.dryrun.rank import FirstStep, run_first_step
 from autopar.codegen.proof.dryrun.running import (
@@ -40,6 +43,9 @@ from autopar.planner.plan.telling.timeline import (
     stages_of_rank,
 )
 from autopar.runtime.ranks.mesh import DRY_RUN
+from autopar.runtime.tensor.shards import TensorPlace
+from autopar.runtime.weights.initial_weights import Recipe
+from autopar.runtime.weights.stored_tensors import TensorSource
 
 _WARM_STEPS = 2  # allocate the optimizer's states and receive buffers, choose kernels
 _MODULE = "autopar.codegen.proof.dryrun.rehearsing"
@@ -148,9 +154,37 @@ def measured_step(path: Path, steps: int) -> dict[str, Any]:
             seconds.append(time.perf_counter() - begun)
 
     torch.set_flush_denormal(True)  # received tensors may hold denormal numbers, which are slow
-    run_first_step(path, _zeros_received(), measured)
+    with _drawn_on(torch.device("cuda" if is_cuda else "cpu")):
+        run_first_step(path, _zeros_received(), measured)
     peak = torch.cuda.max_memory_reserved() if is_cuda else None
     return {"seconds": median(seconds[_WARM_STEPS:]), "peak_bytes": peak}
+
+
+@contextmanager
+def _drawn_on(device: torch.device) -> Iterator[None]:
+    """Draw parameters of two and more dims on the device, and not as the constructor does."""
+    constructed = Recipe.whole_tensor
+
+    def drawn(self: Recipe, place: TensorPlace) -> tuple[tuple[int, ...], TensorSource | None]:
+        shape = self.shapes[place.name]
+        if len(shape) < 2 or not isinstance(place.tensor, nn.Parameter):
+            return constructed(self, place)
+        return shape, _Drawn(shape, device)
+
+    with patch.object(Recipe, "whole_tensor", drawn):
+        yield
+
+
+@dataclass(frozen=True, slots=True)
+class _Drawn:
+    """A tensor whose slices are drawn when they are read, with a variance of 1 ÷ inputs."""
+
+    shape: tuple[int, ...]
+    device: torch.device
+
+    def __getitem__(self, index: Any) -> Tensor:
+        shape = torch.empty(self.shape, device="meta")[index].shape
+        return torch.randn(shape, device=self.device) / math.prod(self.shape[1:]) ** 0.5
 
 
 @contextmanager

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import lru_cache, partial, wraps
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from autopar.planner.model.functions import nested_code, plain_function
+from autopar.planner.model.functions import DATA_READS, nested_code, plain_function
 
 
 class Called:
@@ -57,3 +59,12 @@ def test_code_inside_a_function_is_found_at_any_depth() -> None:
         return inner
 
     assert [code.co_name for code in nested_code(outer.__code__)] == ["outer", "inner", "<lambda>"]
+
+
+def test_a_model_may_list_a_folder_by_the_number_of_its_open_file(tmp_path: Path) -> None:
+    (tmp_path / "rows").touch()
+    number = os.open(tmp_path, os.O_RDONLY)
+    with DATA_READS.watched():
+        listed = os.listdir(number)  # noqa: PTH208  filelock does so when torch.compile begins
+    assert listed == ["rows"]
+    os.close(number)

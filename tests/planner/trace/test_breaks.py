@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
+from torch._dynamo import trace_rules
 
 from autopar.notes import note_breaks
 from autopar.planner.axes.infer import infer_axes
@@ -18,6 +20,7 @@ from autopar.planner.model.model_file import load_model_file
 from autopar.planner.precision import Precision
 from autopar.planner.trace import trace
 from autopar.planner.trace.breaks import graph_breaks
+from autopar.planner.trace.scalar_questions import lengths_as_sizes
 from tests.codegen.plans import pinned_plan
 from tests.planner.subjects import zoo_file, zoo_graph
 
@@ -124,3 +127,10 @@ def test_a_plan_tells_what_it_leaves_as_it_is(
     eager = replace(plan.arrangement, compile=Compile.NONE)
     note_breaks(replace(plan, graph=broken, arrangement=eager))
     assert not capsys.readouterr().err
+
+
+def test_dynamo_knows_the_builtins_although_a_trace_replaces_some() -> None:
+    with patch.object(trace_rules._builtin_function_ids, "function_ids", None):
+        with lengths_as_sizes():
+            trace_rules.is_builtin_callable(len)
+        assert trace_rules.is_builtin_callable(len)
