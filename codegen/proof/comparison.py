@@ -35,7 +35,7 @@ class HeldBlock:
 
 
 Held: TypeAlias = Sequence[HeldBlock]
-Place: TypeAlias = tuple[slice, ...]
+Region: TypeAlias = tuple[slice, ...]
 
 _MOST_SHOWN = 4  # so many kinds of tensors are named
 
@@ -59,7 +59,7 @@ def assembled(ranks: Iterable[Held]) -> dict[str, Tensor]:
     for block in (block for held in ranks for block in held):
         shape = block.chunks.global_shape
         full = whole.setdefault(block.name, torch.full(shape, torch.nan, dtype=block.value.dtype))
-        for target, source in places_of(block.chunks):
+        for target, source in regions_of(block.chunks):
             full[target] = block.value[source]
     return whole
 
@@ -84,7 +84,7 @@ def apart(ranks: Sequence[Held], expected: Mapping[str, Tensor]) -> dict[str, fl
         whole = expected[block.name]
         if tuple(whole.shape) != block.chunks.global_shape:
             continue
-        for target, source in places_of(block.chunks):
+        for target, source in regions_of(block.chunks):
             difference = gap(block.value[source], whole[target]).abs()
             missing[block.name][target] = False
             if difference.numel():
@@ -107,8 +107,8 @@ def largest_of(differences: Mapping[str, float]) -> Difference:
     return Difference(largest=differences[name], name=name)
 
 
-def places_of(chunks: Chunks) -> Iterator[tuple[Place, Place]]:
-    """Yield each piece of a shard: its place in the whole tensor, and in the shard."""
+def regions_of(chunks: Chunks) -> Iterator[tuple[Region, Region]]:
+    """Yield each piece of a shard: its region of the whole tensor, and of the shard."""
     for block in product(*(_with_offsets(ranges) for ranges in chunks.ranges)):
         target = tuple(slice(low, high) for low, high, _ in block)
         source = tuple(slice(offset, offset + high - low) for low, high, offset in block)

@@ -298,7 +298,8 @@ def _uses(placed: tuple[PlacedOp, ...]) -> Iterator[tuple[str, Layout]]:
         yield from zip(one.op.inputs, one.layout.needs, strict=True)
 
 
-Place = tuple[str, str]  # the name of the tensor that owns the memory; the axis of its split, or ""
+# the name of the tensor that owns the memory; the axis of its split, or ""
+MemoryPlace = tuple[str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

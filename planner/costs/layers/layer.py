@@ -23,7 +23,7 @@ from autopar.planner.costs.layers.flow import (
     LayerConversion,
     LayerFlow,
     LayerMemory,
-    Place,
+    MemoryPlace,
     PlacedOp,
     SharedWeights,
     layer_flow,
@@ -69,7 +69,7 @@ def layer_memory(
     return memory
 
 
-def saved_places(flow: LayerFlow, mode: Recompute) -> dict[Place, int]:
+def saved_places(flow: LayerFlow, mode: Recompute) -> dict[MemoryPlace, int]:
     """Return what a layer saves in a mode.
 
     A layer that does not run again saves what its ops keep. One that runs again saves its inputs,
@@ -85,12 +85,12 @@ def saved_places(flow: LayerFlow, mode: Recompute) -> dict[Place, int]:
     return places
 
 
-def kept_places(flow: LayerFlow) -> dict[Place, int]:
+def kept_places(flow: LayerFlow) -> dict[MemoryPlace, int]:
     """Return the places that a layer's ops keep without recomputation, with their bytes."""
     return {place: size for _, place, size in _kept(flow)}
 
 
-def _kept(flow: LayerFlow) -> Iterator[tuple[int, Place, int]]:
+def _kept(flow: LayerFlow) -> Iterator[tuple[int, MemoryPlace, int]]:
     """Yield (index of the op, place, bytes) of everything that ops keep.
 
     The index is −1 if other layers use the memory, too: this layer's backward does not free it.
@@ -129,14 +129,14 @@ def _learning(flow: LayerFlow) -> tuple[int, int]:
     return max(moments, key=lambda one: one[0] + 3 * one[1] // 2, default=(0, 0))
 
 
-def input_places(flow: LayerFlow) -> dict[Place, int]:
+def input_places(flow: LayerFlow) -> dict[MemoryPlace, int]:
     """Return the inputs that a layer saves, and what it makes for several later layers."""
     return _taken_over(flow) | _lent(flow)
 
 
-def _taken_over(flow: LayerFlow) -> dict[Place, int]:
+def _taken_over(flow: LayerFlow) -> dict[MemoryPlace, int]:
     """Return the tensors of earlier layers that this layer uses and counts."""
-    places: dict[Place, int] = {}
+    places: dict[MemoryPlace, int] = {}
     for one in flow.ops:
         for name in one.op.inputs:
             root = flow.pricer.memory.root(name)
@@ -146,9 +146,9 @@ def _taken_over(flow: LayerFlow) -> dict[Place, int]:
     return places
 
 
-def _lent(flow: LayerFlow) -> dict[Place, int]:
+def _lent(flow: LayerFlow) -> dict[MemoryPlace, int]:
     """Return what this layer makes and several later layers use, such as an encoder's output."""
-    places: dict[Place, int] = {}
+    places: dict[MemoryPlace, int] = {}
     for one in flow.ops:
         for name in one.op.outputs:
             root = flow.pricer.memory.root(name)
@@ -158,18 +158,20 @@ def _lent(flow: LayerFlow) -> dict[Place, int]:
     return places
 
 
-def _own_places(one: PlacedOp) -> dict[Place, int]:
+def _own_places(one: PlacedOp) -> dict[MemoryPlace, int]:
     own = one.kept.own_bytes(one.split)
     return {(f"{one.op.name}:made", ""): own} if own else {}
 
 
-def _places(flow: LayerFlow, one: PlacedOp, names: tuple[str, ...]) -> Iterator[tuple[Place, int]]:
+def _places(
+    flow: LayerFlow, one: PlacedOp, names: tuple[str, ...]
+) -> Iterator[tuple[MemoryPlace, int]]:
     for name in names:
         layout = one.layout_of(name)
         yield _place(flow.pricer.memory.root(name), layout), _bytes(flow, name, layout)
 
 
-def _place(root: str, layout: Layout) -> Place:
+def _place(root: str, layout: Layout) -> MemoryPlace:
     return root, layout.axis if layout.kind is LayoutKind.SPLIT else ""
 
 

@@ -31,12 +31,12 @@ from autopar.planner.costs.steps.state import host_bytes, layer_state_bytes, red
 from autopar.planner.plan.bounds.bottleneck import (
     LayerBlock,
     PipelineRoom,
-    Places,
+    RankCapacities,
     StageRoom,
     block,
     least_bottleneck_seconds,
     least_layer_seconds,
-    places,
+    rank_capacities,
 )
 from autopar.planner.plan.bounds.least import (
     Ladder,
@@ -152,7 +152,9 @@ Rooms = tuple[tuple[StageRoom, ...], ...]  # of each rank, by stage
 
 _ENDLESS: Rooms = ((StageRoom(in_flight=1, size_bytes=1e30),),)
 _NEVER = Pressed(
-    recompute_seconds=float("inf"), bottleneck_seconds=float("inf"), places=Places(ranks=())
+    recompute_seconds=float("inf"),
+    bottleneck_seconds=float("inf"),
+    capacities=RankCapacities(ranks=()),
 )
 
 
@@ -270,7 +272,9 @@ class Bounds:
         if max(again, slowest) == float("inf"):
             return _NEVER
         return Pressed(
-            recompute_seconds=again, bottleneck_seconds=slowest, places=places(shared, room)
+            recompute_seconds=again,
+            bottleneck_seconds=slowest,
+            capacities=rank_capacities(shared, room),
         )
 
     def _room(self, arrangement: Arrangement, facts: LayoutFacts, ranks: Rooms) -> PipelineRoom:

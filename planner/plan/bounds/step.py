@@ -22,7 +22,7 @@ from autopar.planner.costs.schedules.table import (
 from autopar.planner.costs.steps.bounds import DataBound, Shared, least_step_seconds
 from autopar.planner.costs.steps.framework import FrameworkConstants, update_seconds
 from autopar.planner.costs.steps.stage_load import RankGroups, norm_seconds
-from autopar.planner.plan.bounds.bottleneck import LayerBlock, Places
+from autopar.planner.plan.bounds.bottleneck import LayerBlock, RankCapacities
 
 _HALVINGS = 8  # bisections of the slowest rank's interval
 
@@ -57,7 +57,7 @@ class Pressed:
 
     recompute_seconds: float
     bottleneck_seconds: float
-    places: Places
+    capacities: RankCapacities
 
 
 class StepBound:
@@ -222,7 +222,7 @@ class StepBound:
         recomputed = pressed.recompute_seconds / again if again else 0.0
 
         def waiting(slowest: float) -> float:
-            least = pressed.places.least
+            least = pressed.capacities.least
             return least(weights, repeated.count, within_seconds=slowest) + again * least(
                 behind, min(recomputed, repeated.count), within_seconds=slowest
             )

@@ -38,7 +38,7 @@ from autopar.planner.graph.graph import Graph
 from autopar.planner.model.functions import DATA_READS, sources, state_of
 from autopar.planner.plan.files.graph import GraphDocument, graph_document, graph_of
 from autopar.planner.plan.plan import Model
-from autopar.planner.plan.solving.prices import PricedPlace
+from autopar.planner.plan.solving.prices import StoredPrices
 from autopar.planner.plan.traced import TracedModel
 from autopar.planner.precision import Precision
 from autopar.version import __version__
@@ -122,7 +122,7 @@ _NAMES: Mapping[type[Any], str] = {
     CachedModel: "model",
     CachedLengths: "lengths",
     CachedSearch: "search",
-    PricedPlace: "prices",
+    StoredPrices: "prices",
     CachedScript: "script",
 }
 _ENTRY = re.compile(rf"[0-9a-f]{{40}}\.({'|'.join(_NAMES.values())})\.json")

@@ -29,7 +29,7 @@ from autopar.planner.costs.prediction import Arrangement, Compile, Modes
 from autopar.planner.graph.graph import Graph
 from autopar.planner.graph.layouts import OpLayout
 from autopar.planner.layers import Layer, Layers, Residence, residence
-from autopar.planner.plan.solving.prices import Inside, Place, PlacePrices, Prices
+from autopar.planner.plan.solving.prices import Inside, LayoutKey, LayoutPrices, Prices
 from autopar.planner.precision import GRADIENT_BYTES, Float8, Precision
 from autopar.planner.programs.layouts.building import LayoutInput
 from autopar.planner.programs.layouts.choice import (
@@ -85,7 +85,7 @@ class PriceBook:
         self._fastest: dict[_Layers, LayoutSolution] = {}
         self._fronts: dict[_Layers, tuple[LayoutSolution, ...]] = {}
         self._simpler: dict[Inside, LayoutSolution] = {}
-        self._places: dict[_Layers, PlacePrices] = {}
+        self._by_layers: dict[_Layers, LayoutPrices] = {}
         self._slowest: dict[tuple[Inside, Kind], tuple[Modes, ...]] = {}
 
     def pricer(self, share: RowShare, compile_: Compile) -> OpPricer:
@@ -161,11 +161,11 @@ class PriceBook:
         solved = [*(one for front in fronts.values() for one in front), *self._simpler.values()]
         return sum((one.report for one in solved), NOTHING_SOLVED)
 
-    def _at(self, of: Inside | Arrangement) -> PlacePrices:
+    def _at(self, of: Inside | Arrangement) -> LayoutPrices:
         """Return the prices for these tensor ranks and rows on the slowest device."""
         key = _layers(of)
-        if key not in self._places:
-            place = Place(
+        if key not in self._by_layers:
+            priced = LayoutKey(
                 tensor=of.tensor,
                 microbatch=of.microbatch,
                 compile=of.compile,
@@ -173,8 +173,8 @@ class PriceBook:
                 device=self._slowest_device,
                 rules=self.rules,
             )
-            self._places[key] = self.prices.at(place)
-        return self._places[key]
+            self._by_layers[key] = self.prices.at(priced)
+        return self._by_layers[key]
 
     @cached_property
     def structure(self) -> Structure:

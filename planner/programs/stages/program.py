@@ -50,12 +50,12 @@ from autopar.planner.programs.solver import (
 )
 from autopar.planner.programs.stages.floors import Column
 from autopar.planner.programs.stages.offers import fullest
-from autopar.planner.programs.stages.question import Content, Cut, Place, StageQuestion
+from autopar.planner.programs.stages.question import BorderPlace, Content, Cut, StageQuestion
 
 _FEW_COLUMNS = 400  # a program with no more columns is solved by the default solver
 _CLOSE = 1e-7  # of the objective: the optimum is found up to this share
 Term = tuple[pulp.LpVariable, float]
-_Key = tuple[int, Place, Place, Content]  # an interval on a stage
+_Key = tuple[int, BorderPlace, BorderPlace, Content]  # an interval on a stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,12 +76,12 @@ class _Choice:
     key: _Key  # of its interval
 
     @property
-    def begins(self) -> Place:
+    def begins(self) -> BorderPlace:
         """The place of the border before its first layer."""
         return self.key[1]
 
     @property
-    def ends(self) -> Place:
+    def ends(self) -> BorderPlace:
         """The place of the border after its last layer."""
         return self.key[2]
 
