@@ -147,7 +147,7 @@ def _totals(plain: Sequence[LayerCost]) -> LeastTotals:
     )
 
 
-Kinds = tuple[Kind, ...]  # distinct kinds of pipeline ranks
+RankKinds = tuple[Kind, ...]  # distinct kinds of pipeline ranks
 Rooms = tuple[tuple[StageRoom, ...], ...]  # of each rank, by stage
 
 _ENDLESS: Rooms = ((StageRoom(in_flight=1, size_bytes=1e30),),)
@@ -166,9 +166,9 @@ class Bounds:
         subject = self.costing.subject
         self.held = state_of(subject.graph.parameters, self.costing.precision)
         self._least: dict[tuple[int, Compile, RowShare], LeastLayers] = {}
-        self._facts: dict[tuple[Inside, Kinds], LayoutFacts] = {}
-        self._of_any: dict[tuple[Inside, Kinds], LayoutFacts] = {}
-        self._of_least: dict[tuple[Inside, Kinds], LayoutFacts] = {}
+        self._facts: dict[tuple[Inside, RankKinds], LayoutFacts] = {}
+        self._of_any: dict[tuple[Inside, RankKinds], LayoutFacts] = {}
+        self._of_least: dict[tuple[Inside, RankKinds], LayoutFacts] = {}
         self._bottlenecks: dict[tuple[LayerBlock, PipelineRoom], float] = {}
 
     def of_point(self, point: Arrangement) -> float:
@@ -343,7 +343,7 @@ class Bounds:
             self._of_least[key] = facts_of(row)
         return self._of_least[key]
 
-    def _row(self, inside: Inside, kinds: Kinds) -> tuple[Modes, ...]:
+    def _row(self, inside: Inside, kinds: RankKinds) -> tuple[Modes, ...]:
         return lightest([self.costing.slowest_rows(inside, own) for own in kinds])
 
 

@@ -103,9 +103,9 @@ def simplest_leaf(
     numbers = count()
 
     def entry(
-        one: SearchNode[Item] | FoundLeaf[Leaf], floor: float
+        one: SearchNode[Item] | FoundLeaf[Leaf], parent_bound: float
     ) -> Iterator[_Entry[Item, Leaf]]:
-        value = one.value if isinstance(one, FoundLeaf) else max(one.bound, floor)
+        value = one.value if isinstance(one, FoundLeaf) else max(one.bound, parent_bound)
         if value > within:  # asked first, because a complexity may need solved layouts
             return
         of_leaf, below = simplicity.of_leaf, simplicity.below

@@ -24,7 +24,7 @@ _Ends = list[tuple[int, _KeyOf]]  # nodes, each with the key of its choices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kinds:
+class SimilarNodes:
     """Finds nodes at equal positions of layer classes, and the choices that split them alike."""
 
     graph: Graph

@@ -14,7 +14,7 @@ from autopar.planner.graph.graph import Graph
 from autopar.planner.graph.layouts import REPLICATED, WHOLE, Layout, LayoutKind, OpLayout
 from autopar.planner.graph.ops import Op, TensorOrigin
 from autopar.planner.layers import Layers
-from autopar.planner.programs.layouts.alike import Kinds
+from autopar.planner.programs.layouts.alike import SimilarNodes
 from autopar.planner.programs.layouts.edges import (
     Conversions,
     LayoutPricer,
@@ -147,8 +147,8 @@ class _Builder:
         )
 
     def _alike(self, nodes: Sequence[LayoutNode]) -> Iterator[SameChoices]:
-        kinds = Kinds(graph=self.graph, axes=self.axes, layers=self.place.layers)
-        return kinds.alike(nodes)
+        similar = SimilarNodes(graph=self.graph, axes=self.axes, layers=self.place.layers)
+        return similar.alike(nodes)
 
     # --- choices
 

@@ -1,6 +1,6 @@
 """Chooses the stages of an arrangement: their layers and recompute modes, with a lower bound.
 
-    1. bound       GPipe, 1F1B: by shortest paths, which also exclude most intervals (floors.py);
+    1. bound       GPipe, 1F1B: by shortest paths (cut_bounds.py), which also exclude intervals;
                    other schedules: by a program with divisible layers (divisible.py)
     2. first cut   the cut found with the bound is priced exactly; its borders are moved while that
                    shortens the step
@@ -25,10 +25,10 @@ from autopar.planner.costs.schedules.paths import Chain, Chains, first_chains, l
 from autopar.planner.costs.steps.stage_load import norm_seconds
 from autopar.planner.costs.steps.step import tied_seconds
 from autopar.planner.programs.solver import NOTHING_SOLVED, SolverReport
+from autopar.planner.programs.stages.cut_bounds import Column, Columns, CutBounds, cut_bounds
 from autopar.planner.programs.stages.divisible import Divided, Divisible
-from autopar.planner.programs.stages.floors import Column, Columns, Floors, floors_of
 from autopar.planner.programs.stages.mixes import even_cut, least_seconds, moved_cuts, nearest_cut
-from autopar.planner.programs.stages.modes import CutAnswer, CutPricer, Floor, PricedCut
+from autopar.planner.programs.stages.modes import CutAnswer, CutFilter, CutPricer, PricedCut
 from autopar.planner.programs.stages.program import StageProgram
 from autopar.planner.programs.stages.question import Cut, StageQuestion
 
@@ -129,8 +129,10 @@ class Chooser:
         A cut stays without a price if chains prove that its step is not below `below_seconds`.
         """
         if cut not in self._priced:
-            floor = Floor(chains=self.chains, below_seconds=below_seconds, once_seconds=self.once)
-            answer = self._pricer.price(cut, floor)
+            cut_filter = CutFilter(
+                chains=self.chains, below_seconds=below_seconds, once_seconds=self.once
+            )
+            answer = self._pricer.price(cut, cut_filter)
             if answer is None:
                 return CutAnswer(best=None, is_whole=False)
             self._priced[cut] = answer
@@ -334,28 +336,28 @@ def _along_paths(chooser: Chooser) -> StageAnswer:
     longest = min(count - stages + 1, 1 + -(-4 * count // (3 * stages)))
     while True:
         columns = chooser.columns.of_all(question.different_intervals(longest))
-        floors = _floors(chooser, columns) if columns else None
-        if floors is not None and floors.cut:
-            chooser.improve(floors.cut, most_moves=len(floors.cut))
+        bounds = _whole_step_bounds(chooser, columns) if columns else None
+        if bounds is not None and bounds.cut:
+            chooser.improve(bounds.cut, most_moves=len(bounds.cut))
         needed = _longest_that_matters(chooser, longest)
         if needed <= longest:
             break
         longest = needed if chooser.aim < math.inf else min(needed, 2 * longest)
-    if floors is None or floors.seconds == math.inf:
+    if bounds is None or bounds.seconds == math.inf:
         return chooser.answer(math.inf)
-    if floors.seconds >= chooser.aim:
+    if bounds.seconds >= chooser.aim:
         return chooser.answer(chooser.top)
     if not chooser.effort.most_columns:
-        return chooser.answer(floors.seconds)
-    is_open = (floors.of_columns < chooser.aim).tolist()
+        return chooser.answer(bounds.seconds)
+    is_open = (bounds.of_columns < chooser.aim).tolist()
     columns = [one for one, own in zip(columns, is_open, strict=True) if own]
-    return chooser.answer(max(floors.seconds, chooser.by_program(columns)))
+    return chooser.answer(max(bounds.seconds, chooser.by_program(columns)))
 
 
-def _floors(chooser: Chooser, columns: list[Column]) -> Floors:
+def _whole_step_bounds(chooser: Chooser, columns: list[Column]) -> CutBounds:
     """Return bounds of whole steps: those of the pipeline, plus reductions, optimizer, rest."""
     question = chooser.question
-    floors = floors_of(question, columns, chooser.columns.transfers)
+    bounds = cut_bounds(question, columns, chooser.columns.transfers)
     stage = np.array([one.stage for one in columns])
     updating = np.array([one.offer.optimizer_seconds for one in columns])
     reducing = np.array([one.offer.least_reduction_seconds for one in columns])
@@ -363,10 +365,10 @@ def _floors(chooser: Chooser, columns: list[Column]) -> Floors:
     least = max(float(updating[stage == p].min(initial=math.inf)) for p in stages)
     first = float(reducing[stage == 0].min(initial=math.inf))
     behind = np.where(stage == 0, reducing, first)
-    return Floors(
-        seconds=floors.seconds + first + least + chooser.once,
-        of_columns=floors.of_columns + behind + np.maximum(updating, least) + chooser.once,
-        cut=floors.cut,
+    return CutBounds(
+        seconds=bounds.seconds + first + least + chooser.once,
+        of_columns=bounds.of_columns + behind + np.maximum(updating, least) + chooser.once,
+        cut=bounds.cut,
     )
 
 

@@ -8,7 +8,7 @@
     layers_are_used_up     Σ_stages Σ_modes x  =  the layers of each class
     stages_are_not_empty   1  ≤  Σ x  ≤  the most layers of a stage
     stages_take            t  =  the host's time for an action  +  Σ seconds · x
-    memory_is_kept         Σ (state + held · saved) · x + W  ≤  the rank's limit      (floors.py)
+    memory_is_kept         Σ (state + held · saved) · x + W  ≤  the rank's limit  (cut_bounds.py)
     reductions_outlast     R of a stage  ≥  the share of its reduction that slows its last backward
                            R of a stage  ≥  its reduction  −  its last backward
     gathers_come_first     G  ≥  the gather of each stage of the rank that starts first
@@ -44,7 +44,7 @@ from autopar.planner.costs.schedules.simulation import Floats, StageSeconds
 from autopar.planner.costs.schedules.table import SCHEDULES
 from autopar.planner.costs.steps.bounds import DataBound
 from autopar.planner.programs.solver import GrowingProgram, Term
-from autopar.planner.programs.stages.floors import LayerPiece, MemoryRow, RankMoments, parts_of
+from autopar.planner.programs.stages.cut_bounds import LayerPiece, MemoryRow, RankMoments, parts_of
 from autopar.planner.programs.stages.question import StageQuestion
 
 _MOST_PROGRAMS = 200

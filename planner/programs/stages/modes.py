@@ -22,7 +22,7 @@ from autopar.planner.costs.schedules.simulation import Floats
 from autopar.planner.costs.steps.memory import memory_of
 from autopar.planner.costs.steps.stage_price import StagePrice
 from autopar.planner.costs.steps.step import step_of
-from autopar.planner.programs.stages.floors import Columns, with_transfer
+from autopar.planner.programs.stages.cut_bounds import Columns, with_transfer
 from autopar.planner.programs.stages.offers import Offer, RankMemory
 from autopar.planner.programs.stages.question import Content, Cut, StageQuestion
 
@@ -53,7 +53,7 @@ class CutAnswer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Floor:
+class CutFilter:
     """Excludes a cut before it is priced, if chains (paths.py) show that its step is too long."""
 
     chains: Chains
@@ -76,8 +76,8 @@ class CutPricer:
         self.columns, self.question = columns, columns.question
         self._known: dict[tuple[int, tuple[Content, ...]], tuple[list[Way], bool]] = {}
 
-    def price(self, cut: Cut, floor: Floor) -> CutAnswer | None:
-        """Return the best modes of a cut, or None if `floor` excludes it."""
+    def price(self, cut: Cut, cut_filter: CutFilter) -> CutAnswer | None:
+        """Return the best modes of a cut, or None if `cut_filter` excludes it."""
         is_whole = True
         ranks: list[list[Way]] = []
         for rank in range(self.question.shape.ranks):
@@ -86,7 +86,7 @@ class CutPricer:
             if not ways:
                 return CutAnswer(best=None, is_whole=is_whole)
             ranks.append(ways)
-        best, is_all = _best_together(self.columns, cut, ranks, floor)
+        best, is_all = _best_together(self.columns, cut, ranks, cut_filter)
         return CutAnswer(best=best, is_whole=is_whole and is_all) if best else None
 
     def _ways(self, rank: int, cut: Cut) -> tuple[list[Way], bool]:
@@ -224,26 +224,26 @@ def _steps(
 
 
 def _best_together(
-    columns: Columns, cut: Cut, ranks: Sequence[Sequence[Way]], floor: Floor
+    columns: Columns, cut: Cut, ranks: Sequence[Sequence[Way]], cut_filter: CutFilter
 ) -> tuple[PricedCut | None, bool]:
     """Return the best combination of the ranks' ways, and whether all were compared.
 
-    None if no step is below that of `floor`.
+    None if no step is below that of `cut_filter`.
     """
     question = columns.question
     actions = question.shape.stages * question.shape.microbatches
     if prod(map(len, ranks)) <= max(1, _MOST_ACTIONS // actions):
         best: PricedCut | None = None
         for chosen in product(*ranks):
-            best = _better(columns, cut, chosen, floor, best)
+            best = _better(columns, cut, chosen, cut_filter, best)
         return best, True
     together = [own[0] for own in ranks]
-    best = _better(columns, cut, together, floor, None)
+    best = _better(columns, cut, together, cut_filter, None)
     kept = _MOST_KEPT if actions <= _MOST_ACTIONS // _MOST_KEPT else 1
     for rank, own in enumerate(ranks if best else []):
         for way in own[1:kept]:
             other = _better(
-                columns, cut, [*together[:rank], way, *together[rank + 1 :]], floor, best
+                columns, cut, [*together[:rank], way, *together[rank + 1 :]], cut_filter, best
             )
             if other is not best:
                 best, together[rank] = other, way
@@ -251,13 +251,13 @@ def _best_together(
 
 
 def _better(
-    columns: Columns, cut: Cut, ways: Sequence[Way], floor: Floor, best: PricedCut | None
+    columns: Columns, cut: Cut, ways: Sequence[Way], cut_filter: CutFilter, best: PricedCut | None
 ) -> PricedCut | None:
     """Price one way per rank; return the result if its step is shorter, else `best`."""
     question = columns.question
     by_stage = _by_stage(question, ways)
-    below = min(floor.below_seconds, best.seconds if best else math.inf)
-    if floor.least_seconds(columns, cut, by_stage) >= below:
+    below = min(cut_filter.below_seconds, best.seconds if best else math.inf)
+    if cut_filter.least_seconds(columns, cut, by_stage) >= below:
         return best
     found = priced(question, cut, by_stage)
     return found if best is None or found.seconds < best.seconds else best

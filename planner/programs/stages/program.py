@@ -1,7 +1,7 @@
 """The stage program: which consecutive layers go on which stage of a pipeline, and how they run.
 
-A column is a possible stage (floors.py): layers, their modes, their seconds and bytes. A place is a
-border between layers; all borders inside a run of equal layers are one place, because only the
+A column is a possible stage (cut_bounds.py): layers, their modes, their seconds and bytes. A place
+is a border between layers; all borders inside a run of equal layers are one place, because only the
 number of layers matters there. Over the columns c of each stage p,
 
     z[c] ∈ {0,1}      stage p is the column c
@@ -48,7 +48,7 @@ from autopar.planner.programs.solver import (
     new_program,
     solve,
 )
-from autopar.planner.programs.stages.floors import Column
+from autopar.planner.programs.stages.cut_bounds import Column
 from autopar.planner.programs.stages.offers import fullest
 from autopar.planner.programs.stages.question import BorderPlace, Content, Cut, StageQuestion
 
