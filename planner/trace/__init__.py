@@ -188,8 +188,8 @@ def _stateless(subject: TracedSubject, *, is_noticed: bool, has_fixed_rows: bool
         second = how(found=left)
     except (InputError, TraceError) as error:
         raise depends_on_outside(place, subject.path) from error
-    for counted, is_number in second.traces.changed.items():
-        if is_number:
+    for counted, is_content in second.traces.changed.items():
+        if is_content:
             raise counts_outside(counted, subject.path)
     if left.read or _computed_in(second.graph) != _computed_in(first.graph):
         raise depends_on_outside(place, subject.path)
