@@ -134,7 +134,7 @@ class Chooser:
             )
             answer = self._pricer.price(cut, cut_filter)
             if answer is None:
-                return CutAnswer(best=None, is_whole=False)
+                return CutAnswer(best=None, compares_all=False)
             self._priced[cut] = answer
             best = self.best.seconds if self.best else math.inf
             if answer.best and answer.best.seconds < best:
@@ -174,7 +174,7 @@ class Chooser:
         for cut, answer in self._priced.items():
             if answer.best:
                 self.chains.add(self._deciding(answer.best))
-            if answer.is_whole:
+            if answer.compares_all:
                 program.exclude(cut)
         for chain in self.chains:
             program.add_chain(chain)
@@ -194,8 +194,8 @@ class Chooser:
             answer = self.price(cut)
             for chain in self._deciding(answer.best) if answer.best else ():
                 program.add_chain(chain)
-            if answer.is_whole or is_known:
-                doubtful = doubtful if answer.is_whole else min(doubtful, bound)
+            if answer.compares_all or is_known:
+                doubtful = doubtful if answer.compares_all else min(doubtful, bound)
                 program.exclude(cut)
         return min(doubtful, bound, self.top)
 
@@ -257,7 +257,7 @@ def _whole(chooser: Chooser) -> StageAnswer:
     answer = chooser.price((0, len(chooser.question.classes)))
     if answer.best is None:
         return chooser.answer(math.inf)
-    if answer.is_whole:
+    if answer.compares_all:
         return chooser.answer(answer.best.seconds)
     every, exact = chooser.question.shape.microbatches, answer.best.offers[0]
     others = answer.best.seconds - every * float(exact.times[:2].sum())

@@ -46,10 +46,10 @@ class PricedCut:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CutAnswer:
-    """The result for a cut. `best` is None if no modes fit; `is_whole`: all modes were compared."""
+    """The result for a cut; `best` is None if no modes fit."""
 
     best: PricedCut | None
-    is_whole: bool
+    compares_all: bool  # no modes were left out of the comparison
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -78,16 +78,16 @@ class CutPricer:
 
     def price(self, cut: Cut, cut_filter: CutFilter) -> CutAnswer | None:
         """Return the best modes of a cut, or None if `cut_filter` excludes it."""
-        is_whole = True
+        compares_all = True
         ranks: list[list[Way]] = []
         for rank in range(self.question.shape.ranks):
             ways, is_all = self._ways(rank, cut)
-            is_whole = is_whole and is_all
+            compares_all = compares_all and is_all
             if not ways:
-                return CutAnswer(best=None, is_whole=is_whole)
+                return CutAnswer(best=None, compares_all=compares_all)
             ranks.append(ways)
         best, is_all = _best_together(self.columns, cut, ranks, cut_filter)
-        return CutAnswer(best=best, is_whole=is_whole and is_all) if best else None
+        return CutAnswer(best=best, compares_all=compares_all and is_all) if best else None
 
     def _ways(self, rank: int, cut: Cut) -> tuple[list[Way], bool]:
         """Return the ways of a rank, and whether all other ways are worse."""
@@ -99,8 +99,8 @@ class CutPricer:
                 for stage, content in zip(stages, contents, strict=True)
             ]
             ways, is_all = _ways(self.columns, rank, contents, offers)
-            is_whole = is_all and all(one.is_whole for own in offers for one in own)
-            self._known[rank, contents] = ways, is_whole
+            are_all = is_all and all(one.others_are_worse for own in offers for one in own)
+            self._known[rank, contents] = ways, are_all
         return self._known[rank, contents]
 
 
@@ -114,7 +114,7 @@ def _ways(
     question = columns.question
     if len(contents) == 1:
         return [(one,) for one in offers[0]], True
-    if all(one.is_whole for own in offers for one in own):
+    if all(one.others_are_worse for own in offers for one in own):
         if prod(map(len, offers)) <= _MOST_WAYS:
             return _unbeaten(question, rank, list(product(*offers))), True
     else:

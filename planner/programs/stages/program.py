@@ -123,7 +123,7 @@ class _CutProgram:
 
     def _choice(self, number: int, column: Column) -> _Choice:
         variable = pulp.LpVariable(
-            f"z_{number}", 0, 1, cat="Binary" if column.offer.is_whole else "Continuous"
+            f"z_{number}", 0, 1, cat="Binary" if column.offer.others_are_worse else "Continuous"
         )
         key = self._key(column.stage, column.first, column.stop)
         return _Choice(column=column, variable=variable, key=key)
@@ -162,7 +162,7 @@ class _CutProgram:
         for stage, own in enumerate(self.stages):
             loose: defaultdict[_Key, list[Term]] = defaultdict(list)
             for one in own:
-                if not one.column.offer.is_whole:
+                if not one.column.offer.others_are_worse:
                     loose[one.key].append((one.variable, 1.0))
             for key, terms in loose.items():
                 number = len(self._intervals)
