@@ -44,11 +44,11 @@ class RunLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AxisLine:
-    """A logical axis: its size, and how many inputs and parameters have it."""
+    """A logical axis: its name and size, and how many tensors have it."""
 
     name: str
     size: str
-    parameters: int
+    tensors: int  # inputs and parameters that have it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,7 +198,7 @@ def _axes(graph: Graph, axes: GraphAxes) -> tuple[AxisLine, ...]:
             for leaf in leaves(dim)
         }
         counts.update(pair for pair in found if not pair[0].isdigit())
-    return tuple(AxisLine(name=n, size=s, parameters=c) for (n, s), c in counts.most_common())
+    return tuple(AxisLine(name=n, size=s, tensors=c) for (n, s), c in counts.most_common())
 
 
 def _parameter_dims(graph: Graph, axes: GraphAxes) -> tuple[ParameterLine, ...]:

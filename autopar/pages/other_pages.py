@@ -135,7 +135,7 @@ def _layers_table(inspection: Inspection) -> Table:
 def _axes(inspection: Inspection) -> Table:
     table = _inspection_table("Logical axes", "axis", "size", "tensors that have it")
     for axis in inspection.axes:
-        table.add_row(axis.name, axis.size, str(axis.parameters))
+        table.add_row(axis.name, axis.size, str(axis.tensors))
     return table
 
 
