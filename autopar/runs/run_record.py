@@ -20,7 +20,7 @@ from autopar.codegen.script.render import FILE_NAME as SCRIPT_NAME
 from autopar.codegen.script.render import is_of_another_plan, is_unchanged
 from autopar.console import print_note
 from autopar.planner.errors import AutoparError, ExitCode, InputError
-from autopar.planner.files import SomeSeconds, damaged, read_given, told, write_whole
+from autopar.planner.files import SomeSeconds, damaged, read_given, validation_messages, write_whole
 from autopar.planner.model.model_file import model_path
 from autopar.planner.plan.again import machines_like, resized_constraints
 from autopar.planner.plan.files.document import FILE_NAME, read_plan, write_plan
@@ -147,7 +147,7 @@ def read_record(folder: Path, *, name: str = RECORD) -> RunRecord | None:
     try:
         record = _RecordFile.model_validate_json(json.dumps({"record": content})).record
     except ValidationError as error:
-        raise _damaged(told(error), path) from None
+        raise _damaged(validation_messages(error), path) from None
     return record.as_seen_now(folder)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from autopar.planner.cluster.told import fields_in
+from autopar.planner.cluster.tool_output import fields_in
 from autopar.planner.errors import InputError
 from autopar.planner.plan.files.document import FILE_NAME as PLAN_NAME
 from autopar.planner.plan.files.document import read_plan

@@ -32,7 +32,7 @@ from autopar.planner.findings.loss import (
     all_of_parts,
     counted_by,
     division_of,
-    is_told,
+    is_known_from_batch,
     is_weighed_division,
     steps_from_batch,
 )
@@ -240,4 +240,4 @@ def _counted_by(op: Op, graph: Graph, follows: Mapping[str, Follows]) -> tuple[s
     if division is not None:
         return division.counts if is_weighed_division(op, graph, follows) else ()
     names = counted_by(op, graph)
-    return names if names and is_told(graph, names) else ()
+    return names if names and is_known_from_batch(graph, names) else ()

@@ -89,14 +89,14 @@ def counts_selected(op: Op, graph: Graph) -> bool:
     targets has the loss's ignore_index as an argument.
     """
     names = counted_by(op, graph)
-    if not names or is_told(graph, names):
+    if not names or is_known_from_batch(graph, names):
         return False
     if kind_of(op).is_class_loss and len(names) == 1:
         return _ignores(op, graph, names[0])
     return True
 
 
-def is_told(graph: Graph, names: Iterable[str]) -> bool:
+def is_known_from_batch(graph: Graph, names: Iterable[str]) -> bool:
     """Whether the batch alone determines these tensors, which decide what a mean counts."""
     tensors = [graph.tensors.get(name) for name in names]
     is_known = all(one is not None and one.counted_by != one.name for one in tensors)

@@ -19,8 +19,8 @@ from autopar.runtime.checkpointing.model_files import (
     ModelFiles,
     WeightsFile,
     files_of_model,
+    place_and_size,
     refuse_foreign,
-    told,
     write_model,
 )
 from autopar.runtime.checkpointing.owners import (
@@ -208,7 +208,7 @@ def _write(
     else:
         files = saved.files
         write_model(to.place, files, saved.tensor_of)
-    say(f"the trained weights are {told(to.place, files)}")
+    say(f"the trained weights are {place_and_size(to.place, files)}")
     if whole_model.rounded:
         say(_note_rounded(whole_model.rounded))
 

@@ -19,7 +19,13 @@ from autopar.runtime.checkpointing.finding import Checkpoint, let_go
 from autopar.runtime.checkpointing.manifest import Moment
 from autopar.runtime.checkpointing.model_files import destination
 from autopar.runtime.checkpointing.owners import every_rank
-from autopar.runtime.checkpointing.progress import GO_ON, Planned, Progress, broken_of, told_broken
+from autopar.runtime.checkpointing.progress import (
+    GO_ON,
+    Planned,
+    Progress,
+    broken_in_words,
+    broken_of,
+)
 from autopar.runtime.checkpointing.restoring import (
     CheckpointSaving,
     Evaluations,
@@ -186,8 +192,8 @@ class Keeper:
         self._wish.let_go()
         assert self._optimizer is not None
         assert self._recipe is not None
-        if self._exporting is not None and (told := self._broken()) is not None:
-            self._refuse_broken(self._last_step, told)
+        if self._exporting is not None and (broken := self._broken()) is not None:
+            self._refuse_broken(self._last_step, broken)
             self._exporting = None
         self._go_back_to_best()
         begun = WeightsOrigin(self._recipe, self._options.weights)
@@ -237,8 +243,8 @@ class Keeper:
         assert self._optimizer is not None
         assert self._recipe is not None
         self._stop_if_lost(folder, step)
-        if (told := self._broken()) is not None:
-            self._refuse_broken(step, told)
+        if (broken := self._broken()) is not None:
+            self._refuse_broken(step, broken)
             return
         self._begun_at = begun = time.perf_counter()
         scale = self._loss_scale
@@ -316,25 +322,25 @@ class Keeper:
     def _broken(self) -> str | None:
         """Return a message that names non-finite parameters on any rank, or None."""
         ranks = every_rank(broken_of(self._parts), self._mesh)
-        return told_broken(ranks) if any(one.count for one in ranks) else None
+        return broken_in_words(ranks) if any(one.count for one in ranks) else None
 
     def _refuse_no_numbers(self) -> None:
         """Exit if parameters are not finite before the first step."""
-        if self._mesh.is_dry_run or (told := self._broken()) is None:
+        if self._mesh.is_dry_run or (broken := self._broken()) is None:
             return
         weights = self._options.weights
         origin = "build_model() makes them so" if weights is None else f"from {weights.files}"
         if self._options.on_nan == GO_ON:
-            self._say(f"note: {told} before the first step ({origin})")
+            self._say(f"note: {broken} before the first step ({origin})")
             return
         refuse(
-            f"{told} before the first step ({origin})",
+            f"{broken} before the first step ({origin})",
             fix="give weights without nan and infinity; --on-nan go-on trains with them",
         )
 
-    def _refuse_broken(self, step: int, told: str) -> None:
+    def _refuse_broken(self, step: int, broken: str) -> None:
         """Print that weights are not finite and so not saved; exit unless --on-nan go-on is set."""
-        found = f"{told} after step {step:,}, and are not kept"
+        found = f"{broken} after step {step:,}, and are not kept"
         if self._options.on_nan == GO_ON:
             self._say(f"note: {found}")
             return

@@ -177,7 +177,7 @@ def to_text(manifest: Manifest) -> str:
 
 def read_manifest(folder: Location) -> Manifest:
     """Read the manifest of a checkpoint; may raise BrokenError."""
-    with _told_as_broken():
+    with _raised_as_broken():
         content = _content(folder)
         if content.pop("sha256") != _digest(content):
             raise BrokenError(f"{NAME} has been changed")
@@ -189,7 +189,7 @@ def read_manifest(folder: Location) -> Manifest:
 
 def read_moment(folder: Location) -> Moment:
     """Read only the position from a manifest; checking the rest takes seconds for large models."""
-    with _told_as_broken():
+    with _raised_as_broken():
         return record(Moment, _content(folder).get("moment"), where="moment")
 
 
@@ -201,7 +201,7 @@ def _content(folder: Location) -> dict[str, Any]:
 
 
 @contextmanager
-def _told_as_broken() -> Iterator[None]:
+def _raised_as_broken() -> Iterator[None]:
     try:
         yield
     except FileNotFoundError:

@@ -16,7 +16,7 @@ from autopar.runtime.data.batches import Batch
 from autopar.runtime.ranks.mesh import Mesh
 from autopar.runtime.ranks.refusal import refuse
 from autopar.runtime.ranks.transport import summed
-from autopar.runtime.ranks.user_code import told
+from autopar.runtime.ranks.user_code import exit_on_error
 
 
 def once(found: Tensor, times: int) -> Tensor:
@@ -122,7 +122,7 @@ class RowMetrics:
         """Add the microbatch that the model has just seen; its rows occur `times` times each."""
         if self._measure is None or not self._outputs:
             return
-        with told("metrics() of the model file", self._measure):
+        with exit_on_error("metrics() of the model file", self._measure):
             outputs = tree_map_only(Tensor, Tensor.detach, self._outputs.pop())
             found = self._measure(outputs, batch)
         fault = fault_of_metrics(found, like=self.sums)

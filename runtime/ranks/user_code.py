@@ -70,7 +70,7 @@ class _Of(Enum):
 
 
 @contextmanager
-def told(what: str, of: Callable[..., Any] | None = None) -> Iterator[None]:
+def exit_on_error(what: str, of: Callable[..., Any] | None = None) -> Iterator[None]:
     """Exit if the code inside raises an error; `what` names the code, such as "build_dataset()".
 
     `of` is the user's function to name if the traceback has no line of the user's code.

@@ -174,11 +174,11 @@ class _CacheFile(BaseModel, Generic[_Content]):
 class Cache:
     """A folder of entries; without a folder, nothing is found and nothing is kept.
 
-    `told` is called with a sentence if a model is outdated, unless a .py file has changed.
+    `notify` is called with a sentence if a model is outdated, unless a .py file has changed.
     """
 
     folder: Path | None
-    told: Callable[[str], None] = lambda _: None
+    notify: Callable[[str], None] = lambda _: None
 
     def find(self, kind: type[_Content], key: object) -> _Content | None:
         """Return an entry; None if it is absent, broken, outdated or another user's."""
@@ -195,7 +195,7 @@ class Cache:
             changed = entry.sources.changed() if entry.sources is not None else None
             if changed is not None:
                 if kind is CachedModel and not changed.endswith(".py"):
-                    self.told(f"the model is traced again: {changed} has changed")
+                    self.notify(f"the model is traced again: {changed} has changed")
                 return None
             os.utime(place)  # used now: others are removed first
         except (InputError, ValueError, OSError, RecursionError):

@@ -23,7 +23,7 @@ from autopar.planner.files import (
     damaged,
     is_written,
     read_given,
-    told,
+    validation_messages,
     write_whole,
 )
 from autopar.planner.graph.layouts import Layout, LayoutKind, OpLayout, ParameterLayout
@@ -310,7 +310,7 @@ def parse_plan(source: str, *, where: str) -> StoredPlan:
     try:
         document = _PlanFile.model_validate_json(f'{{"plan":{source}}}').plan
     except ValidationError as error:
-        raise _damaged(told(error), where) from None
+        raise _damaged(validation_messages(error), where) from None
     values = _values(document, PlanDocument)
     try:
         values |= {

@@ -20,7 +20,7 @@ from autopar.planner.costs.schedules.simulation import StageSeconds, Times, simu
 from autopar.planner.costs.schedules.table import SCHEDULES, schedule_of, settled
 from autopar.planner.costs.steps.step import pipeline_shape
 from autopar.planner.errors import InputError
-from autopar.planner.files import Number, Seconds, damaged, read_given, told
+from autopar.planner.files import Number, Seconds, damaged, read_given, validation_messages
 from autopar.planner.plan.plan import StoredPlan
 
 ACTION_WORDS: Mapping[ActionKind, str] = {
@@ -290,7 +290,9 @@ def measured_step(plan: StoredPlan, folder: Path) -> MeasuredStep:
             found = _ProfileRecord.model_validate_json(read_given(path, what="the profile"))
         except ValidationError as error:
             fix = "profile a step again"
-            raise damaged(told(error), what="the profile was", where=str(path), fix=fix) from None
+            raise damaged(
+                validation_messages(error), what="the profile was", where=str(path), fix=fix
+            ) from None
         actions += _measured(plan, found, path)
         kernels += _kernels(path.with_suffix(".trace.json.gz"), found)
     return MeasuredStep(step=int(last.name), actions=tuple(actions), kernels=tuple(kernels))

@@ -18,7 +18,7 @@ from autopar.planner.cluster.detected import (
     detected,
 )
 from autopar.planner.cluster.file import choose_cluster, parse_cluster
-from autopar.planner.cluster.told import (
+from autopar.planner.cluster.tool_output import (
     FoundNode,
     InsideMachine,
     NetworkCard,
