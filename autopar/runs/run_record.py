@@ -26,7 +26,7 @@ from autopar.planner.plan.again import machines_like, resized_constraints
 from autopar.planner.plan.files.document import FILE_NAME, read_plan, write_plan
 from autopar.planner.plan.plan import StoredPlan
 from autopar.planner.plan.traced import check_unchanged, model_spec
-from autopar.runtime.checkpointing.claim import is_held
+from autopar.runtime.checkpointing.claim import is_claimed
 from autopar.runtime.ranks.locations import Location, location
 from autopar.runtime.ranks.metrics import parsed
 from autopar.runtime.texts import masked
@@ -100,7 +100,7 @@ class RunRecord:
 
     def as_seen_now(self, folder: Path) -> RunRecord:
         """Return the record, with the state KILLED if the run's process has gone."""
-        is_gone = self.state is RunState.RUNNING and not is_held(folder)
+        is_gone = self.state is RunState.RUNNING and not is_claimed(folder)
         return replace(self, state=RunState.KILLED) if is_gone else self
 
 

@@ -25,7 +25,7 @@ from autopar.codegen.text.expressions import (
     sequence,
     text,
 )
-from autopar.codegen.text.lines import Line, Pattern, held_in
+from autopar.codegen.text.lines import Line, Pattern, values_in
 from autopar.planner.errors import InputError
 from autopar.planner.graph.layouts import WHOLE, Layout, LayoutKind
 from autopar.planner.graph.ops import (
@@ -285,7 +285,7 @@ def call_line(unit: str, body: AvailableValues) -> Line:
         is_random=any(is_split_random(op, body.split) for op in draws),
         hint=record.path.rpartition(".")[2],
         names=tuple(
-            body.tree.names_in(body.scope, held.tensor, without=unit) for held in held_in(results)
+            body.tree.names_in(body.scope, one.tensor, without=unit) for one in values_in(results)
         ),
         module=record.path,
         arguments=tuple(arguments),

@@ -10,9 +10,9 @@ from autopar.codegen.forward.opening.opening import Opening
 from autopar.codegen.forward.reading.forward_source import (
     LOSS,
     ROOT,
-    held,
     is_mapping,
     is_plain,
+    items_of,
     leaves,
     pairs,
 )
@@ -98,7 +98,7 @@ def _is_absent(builder: BodyBuilder, part: Value) -> bool:
 
 def whole_outputs(builder: BodyBuilder, value: Value, place: str = "outputs") -> Expression:
     """Return the model's outputs with whole tensors; `place` is what users call them in metrics."""
-    inner = [whole_outputs(builder, one, where) for where, one in held(value, place)]
+    inner = [whole_outputs(builder, one, where) for where, one in items_of(value, place)]
     if is_mapping(value):
         keys = [key for key, _ in pairs(value)]
         if isinstance(value, NamedFields):
@@ -172,7 +172,7 @@ def _bind_outputs(builder: BodyBuilder, value: Value, place: str) -> None:
     elif is_plain(value) and any(refs(value)):
         builder.bind_pattern(_pattern(builder.opening, value), place)
     else:
-        for inner, one in held(value, place):
+        for inner, one in items_of(value, place):
             _bind_outputs(builder, one, inner)
 
 

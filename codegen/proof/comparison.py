@@ -26,7 +26,7 @@ from autopar.runtime.tensor.shards import Chunks
 
 
 @dataclass(frozen=True, slots=True)
-class HeldBlock:
+class RankBlock:
     """A rank's shard of a tensor, or a part of it."""
 
     name: str
@@ -34,7 +34,7 @@ class HeldBlock:
     value: Tensor
 
 
-Held: TypeAlias = Sequence[HeldBlock]
+RankBlocks: TypeAlias = Sequence[RankBlock]
 Region: TypeAlias = tuple[slice, ...]
 
 _MOST_SHOWN = 4  # so many kinds of tensors are named
@@ -53,10 +53,10 @@ def gap(one: Tensor, other: Tensor) -> Tensor:
     return (one - other).masked_fill(one == other, 0)
 
 
-def assembled(ranks: Iterable[Held]) -> dict[str, Tensor]:
+def assembled(ranks: Iterable[RankBlocks]) -> dict[str, Tensor]:
     """Assemble the ranks' shards to whole tensors; elements that no rank has are nan."""
     whole: dict[str, Tensor] = {}
-    for block in (block for held in ranks for block in held):
+    for block in (block for blocks in ranks for block in blocks):
         shape = block.chunks.global_shape
         full = whole.setdefault(block.name, torch.full(shape, torch.nan, dtype=block.value.dtype))
         for target, source in regions_of(block.chunks):
@@ -76,11 +76,11 @@ def initial_value_faults(names: Iterable[str]) -> Iterator[str]:
         yield f"and so do {len(kinds) - _MOST_SHOWN} others"
 
 
-def apart(ranks: Sequence[Held], expected: Mapping[str, Tensor]) -> dict[str, float]:
+def apart(ranks: Sequence[RankBlocks], expected: Mapping[str, Tensor]) -> dict[str, float]:
     """Return each tensor's largest difference; infinite if some of its elements are on no rank."""
     found = {name: 0.0 for name, value in expected.items() if value.numel()}
     missing = {name: torch.ones_like(expected[name], dtype=torch.bool) for name in found}
-    for block in (block for held in ranks for block in held if block.name in found):
+    for block in (block for blocks in ranks for block in blocks if block.name in found):
         whole = expected[block.name]
         if tuple(whole.shape) != block.chunks.global_shape:
             continue
@@ -129,9 +129,9 @@ class RankTrained:
 
     losses: tuple[float, ...]
     norms: tuple[float, ...]  # of all gradients, before clipping
-    initial: Held  # parameters, buffers and plain tensors of modules, before the first step
-    gradients: Held  # of the first step, clipped
-    parameters: Held  # and buffers, after the last step
+    initial: RankBlocks  # parameters, buffers and plain tensors of modules, before the first step
+    gradients: RankBlocks  # of the first step, clipped
+    parameters: RankBlocks  # and buffers, after the last step
     draws: tuple[NotedDraw, ...]  # of one additional step
     faults: tuple[str, ...]
 
@@ -202,10 +202,10 @@ LOSSES, ALL = "losses", "all together"
 class RankInHalf:
     """The tensors and losses of one rank in a training in 16 bits."""
 
-    initial: Held = ()  # buffers, and parameters (fp32 masters if the optimizer has them)
+    initial: RankBlocks = ()  # buffers, and parameters (fp32 masters if the optimizer has them)
     types: Mapping[str, str] = field(default_factory=dict)  # of the buffers
     losses: tuple[float, ...] = ()
-    final: Held = ()
+    final: RankBlocks = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -287,10 +287,10 @@ def _times(far: float, allowed: float) -> float:
     return far / allowed if allowed else (math.inf if far else 0.0)
 
 
-def _begun(held: Held, half: PlainHalf) -> Iterator[HeldBlock]:
+def _begun(blocks: RankBlocks, half: PlainHalf) -> Iterator[RankBlock]:
     """Yield a rank's initial tensors; round frozen weights to 16 bits, as plain PyTorch does."""
     dtype: torch.dtype = getattr(torch, half.dtype)
-    for block in held:
+    for block in blocks:
         is_frozen = block.name in half.frozen
         yield replace(block, value=block.value.to(dtype).double()) if is_frozen else block
 

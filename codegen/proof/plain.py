@@ -216,7 +216,7 @@ def scheduler_of(
     )
 
 
-def held_tensors(model: nn.Module) -> dict[str, Tensor]:
+def all_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return a model's parameters and buffers, and the plain tensors on its modules."""
     plain = {
         f"{path}.{name}".removeprefix("."): value
@@ -316,7 +316,7 @@ def train_alone(task: Task) -> TrainedAlone:
     file = load_model_file(task.spec, task.arguments)
     dtype: torch.dtype = getattr(torch, task.dtype)
     model = cast_model(build_alone(file, task), task)
-    initial = wide_copies(held_tensors(model))
+    initial = wide_copies(all_tensors(model))
     batches = batches_of(file, task)
     optimizer = optimizer_of(file, model, task)
     scheduler = scheduler_of(file, optimizer, task, steps=all_steps(task.steps))

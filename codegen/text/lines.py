@@ -93,13 +93,13 @@ class Body:
     result: Expression | None
 
 
-def held_in(pattern: Pattern) -> Iterator[LocalTensor]:
+def values_in(pattern: Pattern) -> Iterator[LocalTensor]:
     """Yield the values in a pattern."""
     if isinstance(pattern, LocalTensor):
         yield pattern
     elif isinstance(pattern, tuple):
         for item in pattern:
-            yield from held_in(item)
+            yield from values_in(item)
 
 
 def tuple_of(items: Sequence[Expression]) -> SourceForm:

@@ -28,8 +28,8 @@ from autopar.runtime.checkpointing.owners import (
     Owned,
     Owners,
     every_rank,
+    local_weights,
     overlaps,
-    weights_held,
 )
 from autopar.runtime.checkpointing.safetensors_file import Entry, as_bytes, in_file_order
 from autopar.runtime.checkpointing.writing import export_dtype, exported_of, tied_names
@@ -178,7 +178,7 @@ def export(
     if to is None:
         return
     exported = exported_of(parts, begun.recipe.dtypes, mesh)
-    local_tensors = [one for one in weights_held(parts, optimizer) if one.key in exported]
+    local_tensors = [one for one in local_weights(parts, optimizer) if one.key in exported]
     whole_model = _Whole(Owners(mesh).of(local_tensors), Here(local_tensors), exported, begun, mesh)
     try:
         _write(whole_model, to, exported, mesh)
@@ -233,7 +233,7 @@ class _Whole:
     def entries(self) -> list[Entry]:
         """Return the entries of the files, in the same order under every plan."""
         return in_file_order(
-            Entry(name=key, dtype=self._dtype(own[0]), shape=own[0].held.global_shape)
+            Entry(name=key, dtype=self._dtype(own[0]), shape=own[0].shard.global_shape)
             for key, own in self._owned.items()
         )
 
@@ -243,7 +243,7 @@ class _Whole:
         Every rank calls this for the same tensors in the same order.
         """
         owned = self._owned[name]
-        shape, first = owned[0].held.global_shape, self._mesh.rank == 0
+        shape, first = owned[0].shard.global_shape, self._mesh.rank == 0
         full = torch.empty(shape if first else (0,), dtype=owned[0].dtype)
         for one in owned:
             piece = self._moved(one)

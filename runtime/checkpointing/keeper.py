@@ -35,7 +35,7 @@ from autopar.runtime.checkpointing.restoring import (
     restore_random_states,
 )
 from autopar.runtime.checkpointing.signals import PREEMPTED, Garbage, StepProfile, StopSignals
-from autopar.runtime.checkpointing.states import everything_held
+from autopar.runtime.checkpointing.states import local_parts
 from autopar.runtime.checkpointing.watch import Watch
 from autopar.runtime.checkpointing.writing import Agreed, plan_digest, said, snapshot
 from autopar.runtime.data.epochs import epochs_of
@@ -225,7 +225,7 @@ class Keeper:
         if scheduler is not None:
             _step_again(scheduler, moment.updates)
         self._evaluations.go_on(found.folder.parent, moment.step)
-        owned = self._agreed.owned(everything_held(parts, optimizer))
+        owned = self._agreed.owned(local_parts(parts, optimizer))
         if origin.plan == plan_digest(owned, self._mesh):
             restore_random_states(found, self._mesh)
         else:  # the plan has changed: new random states, different from those of the first steps

@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 from autopar.runtime.checkpointing.owners import (
     LocalPart,
     Stepped,
+    local_weights,
     named_tensors,
     parts_of,
-    weights_held,
 )
 from autopar.runtime.optimizer.pieces import ParameterPiece
 from autopar.runtime.ranks.refusal import refuse
@@ -107,9 +107,9 @@ def targets(parts: Iterable[nn.Module], optimizer: Optimizer) -> Iterator[Target
             yield Target(name=name, parameter=piece.target, chunks=one.chunks, piece=piece)
 
 
-def everything_held(parts: Sequence[nn.Module], optimizer: Optimizer) -> list[LocalPart]:
+def local_parts(parts: Sequence[nn.Module], optimizer: Optimizer) -> list[LocalPart]:
     """Return the parts on this rank of all logical tensors of a training."""
-    weights = [replace(one, key=WEIGHT + one.key) for one in weights_held(parts, optimizer)]
+    weights = [replace(one, key=WEIGHT + one.key) for one in local_weights(parts, optimizer)]
     return weights + [one for target in targets(parts, optimizer) for one in _of(target, optimizer)]
 
 

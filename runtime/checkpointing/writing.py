@@ -41,7 +41,7 @@ from autopar.runtime.checkpointing.safetensors_file import (
     refuse_unknown_types,
     write_tensors,
 )
-from autopar.runtime.checkpointing.states import everything_held, random_states, scalars
+from autopar.runtime.checkpointing.states import local_parts, random_states, scalars
 from autopar.runtime.ranks.locations import MARK, Location, size_of
 from autopar.runtime.ranks.mesh import Mesh
 
@@ -69,13 +69,13 @@ def exported_of(
     }
 
 
-def export_dtype(held: torch.dtype, built: torch.dtype) -> torch.dtype:
+def export_dtype(trained: torch.dtype, built: torch.dtype) -> torch.dtype:
     """Return the dtype to export: the constructor's, except after a training in float64.
 
     Such a training is compared with another training to the last digit.
     """
-    is_exact = held is torch.float64
-    return held if is_exact or not built.is_floating_point else built
+    is_exact = trained is torch.float64
+    return trained if is_exact or not built.is_floating_point else built
 
 
 def tied_names(exported: Mapping[str, ExportedWeight]) -> Mapping[str, str]:
@@ -148,7 +148,7 @@ def snapshot(
     `built` are the dtypes that the constructor chose. An export from the checkpoint uses them.
     """
     mesh = agreed.mesh
-    local_tensors = everything_held(parts, optimizer)
+    local_tensors = local_parts(parts, optimizer)
     owned = agreed.owned(local_tensors)
     place = step_folder(folder, moment.step)
     fresh = _result_of_first(mesh, lambda: begin(place))
@@ -218,7 +218,7 @@ def _logical(owned: Iterable[Owned]) -> dict[str, Logical]:
     return {
         key: Logical(
             dtype=found[0].dtype,
-            shape=found[0].held.global_shape,
+            shape=found[0].shard.global_shape,
             shards=tuple(
                 Stored(file=rank_file(one.rank), entry=f"{key}@{number}", chunks=one.chunks)
                 for number, one in enumerate(found)

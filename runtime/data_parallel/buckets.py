@@ -135,7 +135,7 @@ class Bucket:
 
     If `averaging.shard` has several ranks, each keeps the mean of its own part only. With a `link`,
     this part goes to the host's memory, and the buffer is freed. In both cases the parameters have
-    no gradients after the reduction; `held` yields this rank's parts of the means.
+    no gradients after the reduction; `reduced_parts` yields this rank's parts of the means.
     """
 
     parameters: tuple[nn.Parameter, ...]
@@ -269,14 +269,14 @@ class Bucket:
             return [self.buffer]
         return [gradient for gradient in gradients if gradient is not None]
 
-    def held(self) -> Iterator[tuple[Span, Tensor]]:
+    def reduced_parts(self) -> Iterator[tuple[Span, Tensor]]:
         """Yield this rank's part of each reduced gradient, if the bucket `is_apart`."""
         self._await()
         for span in self.spans:
             if span.place in self._reached:
                 yield span, self._parts[span.place]
 
-    def held_at(self, place: int) -> Tensor | None:
+    def reduced_part(self, place: int) -> Tensor | None:
         """Return this rank's part of one gradient, or None if the loss did not reach it."""
         self._await()
         return self._parts.get(place) if place in self._reached else None

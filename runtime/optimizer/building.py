@@ -83,7 +83,7 @@ def _called(
     if asked in (MODEL, NAMED):
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         named = [(names.get(id(one), "nothing"), one) for one in stepped]
-        return factory(named if asked == NAMED else _HeldParameters(dict(named)))
+        return factory(named if asked == NAMED else _ParameterModule(dict(named)))
     return factory(stepped)
 
 
@@ -100,7 +100,7 @@ class _Together(nn.Module):
             yield from part.named_modules(*args, **kwargs)
 
 
-class _HeldParameters(nn.Module):
+class _ParameterModule(nn.Module):
     def __init__(self, parameters: dict[str, nn.Parameter]) -> None:
         super().__init__()
         for name, parameter in parameters.items():

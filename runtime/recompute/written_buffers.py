@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from autopar.runtime.model.parts import is_held
+from autopar.runtime.model.parts import is_inside
 
 BufferPlace: TypeAlias = tuple[nn.Module, str]
 Kept: TypeAlias = dict[BufferPlace, Tensor]
@@ -124,7 +124,7 @@ def _buffers(module: nn.Module, names: Collection[str] | None = None) -> list[Bu
         for path, child in module.named_modules(remove_duplicate=False)
         for name, buffer in child._buffers.items()
         if buffer is not None
-        and (names is None or is_held(f"{path}.{name}".removeprefix("."), names))
+        and (names is None or is_inside(f"{path}.{name}".removeprefix("."), names))
     ]
 
 

@@ -182,24 +182,24 @@ class ReadableSizes:
         self.sources: list[LocalTensor] = []  # values whose shapes are preferred
         self.known: set[Dim] = set()  # the dims of arguments
 
-    def add(self, held: LocalTensor) -> None:
+    def add(self, local: LocalTensor) -> None:
         """Make a value available from here on."""
-        if held not in self.seen and held.tensor in self.split.axes.dims:
-            self.seen.append(held)
+        if local not in self.seen and local.tensor in self.split.axes.dims:
+            self.seen.append(local)
 
-    def add_argument(self, held: LocalTensor) -> None:
+    def add_argument(self, local: LocalTensor) -> None:
         """Make an argument available; its shape is preferred."""
-        self.add(held)
-        self.sources.append(held)
-        self.known |= set(self.split.axes.dims.get(held.tensor, ()))
+        self.add(local)
+        self.sources.append(local)
+        self.known |= set(self.split.axes.dims.get(local.tensor, ()))
 
-    def add_converted(self, held: LocalTensor) -> None:
+    def add_converted(self, local: LocalTensor) -> None:
         """Make a converted value available.
 
         It may have whole dims of which arguments have shards.
         """
-        self.add(held)
-        self.sources.append(held)
+        self.add(local)
+        self.sources.append(local)
 
     def of_all(
         self, sizes: Sequence[Wanted | None], *, near: LocalTensor | None = None
@@ -213,15 +213,17 @@ class ReadableSizes:
         best: dict[Wanted, Fact] = {}
         todo = [size for size in sizes if size is not None and size.extent != ONE]
         usual = [size for size in todo if size.dim in self.known]
-        ranked = sorted(self.sources, key=lambda held: self._rank(held, usual))  # stable: earliest
-        for held in ranked:
-            for size, fact in self._read(held, usual).items():
+        ranked = sorted(
+            self.sources, key=lambda local: self._rank(local, usual)
+        )  # stable: earliest
+        for local in ranked:
+            for size, fact in self._read(local, usual).items():
                 best.setdefault(size, fact)
         if near is not None:
             best = self._read(near, todo) | best
         varying = [size for size in todo if size.varies]
-        for held in self.seen:
-            for size, fact in self._read(held, varying).items():
+        for local in self.seen:
+            for size, fact in self._read(local, varying).items():
                 best.setdefault(size, fact)
         return [None if size is None else best.get(size) or self._made(size) for size in sizes]
 
@@ -232,16 +234,16 @@ class ReadableSizes:
             return self._from_lengths(size.extent.at(0), size.other.at(0))
         return found
 
-    def _rank(self, held: LocalTensor, sizes: Sequence[Wanted]) -> tuple[int, bool]:
+    def _rank(self, local: LocalTensor, sizes: Sequence[Wanted]) -> tuple[int, bool]:
         """Return a sort key: values with the most of `sizes` first, of equals those that vary."""
-        told = self._read(held, sizes)
-        return -len(told), all(size.extent.is_constant for size in told)
+        read = self._read(local, sizes)
+        return -len(read), all(size.extent.is_constant for size in read)
 
-    def _read(self, held: LocalTensor, sizes: Sequence[Wanted]) -> dict[Wanted, Fact]:
+    def _read(self, local: LocalTensor, sizes: Sequence[Wanted]) -> dict[Wanted, Fact]:
         found: dict[Wanted, Fact] = {}
-        for position, size in enumerate(wanted(self.split, held.tensor, held.layout)):
+        for position, size in enumerate(wanted(self.split, local.tensor, local.layout)):
             if size in sizes and size not in found:
-                found[size] = Fact(held, f"shape[{position}]")
+                found[size] = Fact(local, f"shape[{position}]")
         return found
 
     def _product(self, size: Wanted) -> Expression | None:
@@ -264,9 +266,9 @@ class ReadableSizes:
         other = extent if other is None else other
         if extent.is_constant and extent == other:
             return literal(extent.at(0))
-        for held, place, sizes in self._readable():
+        for local, place, sizes in self._readable():
             if sizes == (extent, other):
-                return Fact(held, f"shape[{place}]")
+                return Fact(local, f"shape[{place}]")
         if extent.is_constant:
             derived = self._from_lengths(extent.at(0), other.at(0))
             return literal(extent.at(0)) if derived is None else derived
@@ -284,16 +286,16 @@ class ReadableSizes:
 
     def _readable(self) -> Iterator[tuple[LocalTensor, int, tuple[Extent, Extent]]]:
         """Yield the whole dims of available values, each with its size and its other size."""
-        for held in (*self.sources, *self.seen):
-            for place, size in enumerate(wanted(self.split, held.tensor, held.layout)):
+        for local in (*self.sources, *self.seen):
+            for place, size in enumerate(wanted(self.split, local.tensor, local.layout)):
                 if not size.axis:
-                    yield held, place, (size.extent, size.other)
+                    yield local, place, (size.extent, size.other)
 
     def _from_lengths(self, here: int, other: int) -> Expression | None:
         """Return a number as arithmetic on available lengths, given two values of it."""
         lengths = {
-            (size.at(0), another.at(0)): Fact(held, f"shape[{place}]")
-            for held, place, (size, another) in reversed([*self._readable()])
+            (size.at(0), another.at(0)): Fact(local, f"shape[{place}]")
+            for local, place, (size, another) in reversed([*self._readable()])
             if size.is_constant and size != another
         }
         return derived((here, other), lengths)

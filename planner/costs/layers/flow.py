@@ -26,11 +26,11 @@ from autopar.planner.rules.table import kind_of, rule_of
 class SharedWeights:
     """The weights that a layer shares with other layers of its rank.
 
-    `held` are used, and counted, by an earlier layer. `waiting` are used by a later layer, and by
-    this layer or an earlier one: the later layer's gradient waits in autograd for theirs.
+    `counted` are counted in an earlier layer that uses them. `waiting` are used by a later layer,
+    and by this layer or an earlier one: the later layer's gradient waits in autograd for theirs.
     """
 
-    held: frozenset[str] = frozenset()
+    counted: frozenset[str] = frozenset()
     waiting: frozenset[str] = frozenset()
 
 
@@ -38,7 +38,7 @@ UNSHARED = SharedWeights()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeldParameters:
+class LayerParameters:
     """A rank's parameters of a layer, before ZeRO divides them."""
 
     elements: int
@@ -53,17 +53,17 @@ class HeldParameters:
 
 def layer_parameters(
     flow: LayerFlow, parameters: Mapping[str, Layout], shared: SharedWeights
-) -> HeldParameters:
+) -> LayerParameters:
     """Return the memory of a layer's parameters, without those counted by an earlier layer."""
     pricer = flow.pricer
     used = dict.fromkeys(name for one in flow.ops for name in one.op.inputs)
-    names = [name for name in used if name in pricer.parameters and name not in shared.held]
+    names = [name for name in used if name in pricer.parameters and name not in shared.counted]
     layouts = {name: parameters.get(name, WHOLE) for name in names}
     elements = {name: pricer.elements(name, layouts[name], flow.degree) for name in names}
     learned = [name for name in names if pricer.parameters[name].trainable]
     trainable = sum(elements[name] for name in learned)
     replicated = [name for name in learned if layouts[name].kind is LayoutKind.REPLICATED]
-    return HeldParameters(
+    return LayerParameters(
         elements=sum(elements.values()),
         trainable=trainable,
         trainable_tensors=len(learned),

@@ -19,10 +19,10 @@ from autopar.planner.costs.layers.chunked_loss import Chunking, chunked_memory, 
 from autopar.planner.costs.layers.flow import (
     UNSHARED,
     Again,
-    HeldParameters,
     LayerConversion,
     LayerFlow,
     LayerMemory,
+    LayerParameters,
     MemoryPlace,
     PlacedOp,
     SharedWeights,
@@ -205,10 +205,10 @@ def layer_costs(
     )
     chunking = chunking_of(flow)
     memory = layer_memory(flow, chunking)
-    held = layer_parameters(flow, parameters, shared)
+    own = layer_parameters(flow, parameters, shared)
     output_bytes = _output_bytes(flow, outside)
     costs = {
-        mode: _cost(flow, mode, memory[mode], held, output_bytes=output_bytes) for mode in Recompute
+        mode: _cost(flow, mode, memory[mode], own, output_bytes=output_bytes) for mode in Recompute
     }
     if chunking is not None:
         more = _chunking_seconds(flow, chunking)
@@ -227,7 +227,7 @@ def _cost(
     flow: LayerFlow,
     mode: Recompute,
     memory: LayerMemory,
-    held: HeldParameters,
+    own: LayerParameters,
     *,
     output_bytes: int,
 ) -> LayerCost:
@@ -246,16 +246,16 @@ def _cost(
         transient_bytes=memory.transient_bytes,
         learning_bytes=memory.learning_bytes,
         learned_gradient_bytes=memory.learned_gradient_bytes,
-        waiting_gradient_bytes=held.waiting_gradient_bytes,
+        waiting_gradient_bytes=own.waiting_gradient_bytes,
         deferred_bytes=memory.deferred_bytes,
         output_bytes=output_bytes,
-        parameters=held.elements,
-        trainable=held.trainable,
-        trainable_tensors=held.trainable_tensors,
-        parameter_bytes=held.parameter_bytes,
-        gradient_bytes=held.gradient_bytes,
-        optimizer_bytes=held.optimizer_bytes,
-        replicated_gradient_bytes=held.replicated_gradient_bytes,
+        parameters=own.elements,
+        trainable=own.trainable,
+        trainable_tensors=own.trainable_tensors,
+        parameter_bytes=own.parameter_bytes,
+        gradient_bytes=own.gradient_bytes,
+        optimizer_bytes=own.optimizer_bytes,
+        replicated_gradient_bytes=own.replicated_gradient_bytes,
         measured_seconds=_measured(flow, again.ops),
         statistics=Statistics(
             norms=tuple(_channels(flow, flow.ops)),

@@ -162,11 +162,13 @@ class OnePassMoment:
     unsharded_bytes: int  # gathered parameters, and gradients of shared weights that wait
     coming_bytes: int  # its own gradients while computed, besides the part that stays
 
-    def most(self, cost: LayerCost, held_bytes: int) -> tuple[Most, Most]:
+    def most(self, cost: LayerCost, saved_bytes: int) -> tuple[Most, Most]:
         """Return the peaks while the layer runs in a mode, given the saved bytes."""
         return (
-            Most(held_bytes, self.made_bytes, cost.transient_bytes, self.unsharded_bytes),
-            _learning(cost, held_bytes, self.after_bytes, self.unsharded_bytes + self.coming_bytes),
+            Most(saved_bytes, self.made_bytes, cost.transient_bytes, self.unsharded_bytes),
+            _learning(
+                cost, saved_bytes, self.after_bytes, self.unsharded_bytes + self.coming_bytes
+            ),
         )
 
     def needed_bytes(self, cost: LayerCost) -> int:
@@ -245,13 +247,13 @@ def _leaving_bytes(gradient_bytes: int, arrangement: Arrangement) -> int:
     return _beside_buckets(gradient_bytes, arrangement.bucket_bytes, arrangement)
 
 
-def _learning(cost: LayerCost, held_bytes: int, gradients: int, unsharded: int) -> Most:
+def _learning(cost: LayerCost, saved_bytes: int, gradients: int, unsharded: int) -> Most:
     """Return the peak when a weight's gradient is computed.
 
     A negative `learning_bytes` is memory that has been freed by then.
     """
     freed = min(0, cost.learning_bytes)
-    return Most(held_bytes + freed, gradients, cost.learning_bytes - freed, unsharded)
+    return Most(saved_bytes + freed, gradients, cost.learning_bytes - freed, unsharded)
 
 
 def memory_of(

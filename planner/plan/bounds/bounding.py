@@ -164,7 +164,7 @@ class Bounds:
     def __init__(self, questions: Questions, objective: Objective) -> None:
         self.questions, self.costing, self.objective = questions, questions.costing, objective
         subject = self.costing.subject
-        self.held = state_of(subject.graph.parameters, self.costing.precision)
+        self.state = state_of(subject.graph.parameters, self.costing.precision)
         self._least: dict[tuple[int, Compile, RowShare], LeastLayers] = {}
         self._facts: dict[tuple[Inside, RankKinds], LayoutFacts] = {}
         self._of_any: dict[tuple[Inside, RankKinds], LayoutFacts] = {}
@@ -303,7 +303,7 @@ class Bounds:
 
     def least_state(self, arrangement: Arrangement) -> int:
         """Return a tensor rank's bytes of all parameters, gradients and states under ZeRO."""
-        return reduced_state_bytes(self.held, arrangement) // arrangement.tensor
+        return reduced_state_bytes(self.state, arrangement) // arrangement.tensor
 
     def least_memory(self, arrangement: Arrangement) -> int:
         """Return the least memory of an arrangement's fullest rank."""

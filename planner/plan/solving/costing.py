@@ -252,7 +252,7 @@ class PriceBook:
         before = [frozenset[str]().union(*used[:place]) for place in range(len(used))]
         behind = [frozenset[str]().union(*used[place + 1 :]) for place in range(len(used))]
         return tuple(
-            SharedWeights(held=own & earlier, waiting=(own | earlier) & later)
+            SharedWeights(counted=own & earlier, waiting=(own | earlier) & later)
             for own, earlier, later in zip(used, before, behind, strict=True)
         )
 

@@ -175,7 +175,7 @@ _FREES = (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeldBytes:
+class MemoryRecord:
     """The memory of a rank from this time on, until the time of its next record."""
 
     rank: int
@@ -183,7 +183,7 @@ class HeldBytes:
     bytes: int
 
 
-def memory_over_step(plan: StoredPlan, timeline: Timeline) -> Iterator[HeldBytes]:
+def memory_over_step(plan: StoredPlan, timeline: Timeline) -> Iterator[MemoryRecord]:
     """Yield how the memory of each rank grows and shrinks, from its forwards and backwards.
 
     A rank always holds everything but activations. Of its predicted activations it holds a share:
@@ -204,11 +204,11 @@ def memory_over_step(plan: StoredPlan, timeline: Timeline) -> Iterator[HeldBytes
         )
         most = max(count for _, count in counts)
         least = memory.device_bytes - memory.activation_bytes
-        yield HeldBytes(rank=rank, seconds=0.0, bytes=least)
+        yield MemoryRecord(rank=rank, seconds=0.0, bytes=least)
         for seconds, count in counts:
             size = least + memory.activation_bytes * count // most
-            yield HeldBytes(rank=rank, seconds=seconds, bytes=size)
-        yield HeldBytes(rank=rank, seconds=timeline.pipeline_seconds, bytes=least)
+            yield MemoryRecord(rank=rank, seconds=seconds, bytes=size)
+        yield MemoryRecord(rank=rank, seconds=timeline.pipeline_seconds, bytes=least)
 
 
 def backward_of(plan: StoredPlan) -> ActionKind:

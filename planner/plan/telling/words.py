@@ -161,7 +161,7 @@ def meaning_notes(plan: Plan) -> tuple[str, ...]:
         parts_apart(plan),
         statistics_apart(plan),
         draws_apart(plan),
-        held_in_half(plan),
+        narrowed_buffers_note(plan),
         gradients_changed(plan),
         evaluates_parts(plan),
         shares_nothing(plan),
@@ -217,7 +217,7 @@ def narrowed_buffers(plan: Plan) -> tuple[Buffer, ...]:
     return tuple(one for one in plan.graph.buffers if one.narrowed and one.dtype == MODEL_DTYPE)
 
 
-def held_in_half(plan: Plan) -> str:
+def narrowed_buffers_note(plan: Plan) -> str:
     """Return which fp32 buffers are held in 16 bits, and the effect, or ""."""
     found, precision = narrowed_buffers(plan), plan.arrangement.precision
     if not found:

@@ -70,7 +70,7 @@ class Offer:
         """The least seconds of one microbatch, forward and backward."""
         return float(self.least_times[0] + max(self.least_times[1], self.least_times[2:4].sum()))
 
-    def held_bytes(self, moments: Moments, place: int) -> Floats:
+    def bytes_over_time(self, moments: Moments, place: int) -> Floats:
         """Return this stage's bytes at each moment of its rank, without `work_bytes`.
 
         `place` is the stage's position among the stages of the rank.
@@ -363,7 +363,7 @@ class RankMemory:
         )
         self._running = moments.running[kept]
         self._held = [
-            np.array([one.held_bytes(moments, place)[kept] for one in own])
+            np.array([one.bytes_over_time(moments, place)[kept] for one in own])
             for place, own in enumerate(offers)
         ]
         self._work = [np.array([one.work_bytes for one in own]) for own in offers]

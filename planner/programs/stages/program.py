@@ -209,7 +209,7 @@ class _CutProgram:
             limit = most_tensor_bytes(self.question.limit_bytes[rank], arrangement, constants)
             moments = self.question.moments[rank]
             held = [
-                (one, one.column.offer.held_bytes(moments, place), stage)
+                (one, one.column.offer.bytes_over_time(moments, place), stage)
                 for place, stage in enumerate(stages)
                 for one in self.stages[stage]
             ]

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from autopar.runtime.model.held_tensors import replace_held
+from autopar.runtime.model.plain_tensors import replace_plain_tensors
 from autopar.runtime.ranks.randomness import seeded
 from autopar.runtime.tensor.shards import (
     TensorPlace,
@@ -94,7 +94,7 @@ def meta_model(
 def strip(model: nn.Module) -> None:
     """Move all tensors of a model to the meta device, registered or not."""
     move_to_meta(list(places(model)), lambda tensor: torch.empty_like(tensor, device=META))
-    replace_held(model, _without_memory)
+    replace_plain_tensors(model, _without_memory)
 
 
 def _without_memory(_: str, tensor: Tensor) -> Tensor:
