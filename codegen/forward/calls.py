@@ -14,7 +14,7 @@ from autopar.codegen.forward.reading.modules import (
     named_functions,
     size_reading_functions,
 )
-from autopar.codegen.forward.scope import AvailableValues, NeedsInlineError
+from autopar.codegen.forward.scope import AvailableValues, PrintAgainError
 from autopar.codegen.text.expressions import (
     Expression,
     LocalTensor,
@@ -314,7 +314,7 @@ def _target(unit: str, body: AvailableValues) -> SourceForm:
     record = body.graph.calls[unit]
     if not record.is_function:
         if body.owner.within(record.path) is None:
-            raise NeedsInlineError.for_module(record.path, body.scope)
+            raise PrintAgainError.for_module(record.path, body.scope)
         return SourceForm(tuple(body.owner.path(record.path).parts))
     owner = body.split.modules.get(record.path.rpartition("/")[0])
     if owner is None or all(one.name != record.class_name for one in owner.functions):
@@ -362,14 +362,14 @@ def _argument(value: Value, unit: str, body: AvailableValues, other: Value) -> E
 def _object(value: Value, unit: str, body: AvailableValues) -> Expression:
     """Print a string, or an object: a module of the owner by its path, any other one as None."""
     if is_mapping(value):
-        raise NeedsInlineError(unit, reason="a mapping that is no dict")
+        raise PrintAgainError(unit, reason="a mapping that is no dict")
     for name in objects(value):
         if name.startswith(MODULE):
             available = body.owner.within(name.removeprefix(MODULE))
             if available is not None:
                 return body.owner.path(available)
         if unit not in body.opening.opened:
-            raise NeedsInlineError(unit, reason=f"it takes a {name}", lacks_argument=True)
+            raise PrintAgainError(unit, reason=f"it takes a {name}", lacks_argument=True)
         return literal(None)
     assert isinstance(value, (str, complex))
     return literal(value)
@@ -379,10 +379,10 @@ def _handed(tensor: str, unit: str, body: AvailableValues) -> Expression:
     origin = body.graph.tensors[tensor].origin if tensor in body.graph.tensors else None
     if origin is None:  # the loss does not depend on it, so it is not computed
         if unit not in body.opening.opened:
-            raise NeedsInlineError(unit, reason=f"it takes {tensor}", lacks_argument=True)
+            raise PrintAgainError(unit, reason=f"it takes {tensor}", lacks_argument=True)
         return literal(None)
     if origin in (TensorOrigin.OP, TensorOrigin.INPUT) and tensor not in body.have:
-        raise NeedsInlineError(unit)
+        raise PrintAgainError(unit)
     return body.value(tensor, body.opening.entry(unit, tensor))
 
 
@@ -395,6 +395,6 @@ def _pattern(value: Value, unit: str, body: AvailableValues) -> Pattern:
     value = as_tuple(value)
     if isinstance(value, tuple):
         if is_mapping(value):
-            raise NeedsInlineError(unit)
+            raise PrintAgainError(unit)
         return tuple(_pattern(item, unit, body) for item in value)
     return None

@@ -12,7 +12,7 @@ from autopar.codegen.forward.opened import CrossingTensor, bind_batch, returned
 from autopar.codegen.forward.opening.opening import Opening, splits_rows
 from autopar.codegen.forward.reading.forward_source import LOSS, as_tuple, is_mapping, pairs
 from autopar.codegen.forward.reading.modules import Argument, Module
-from autopar.codegen.forward.scope import NeedsInlineError
+from autopar.codegen.forward.scope import PrintAgainError
 from autopar.codegen.forward.writing.writer import Style, written
 from autopar.codegen.text.expressions import (
     Expression,
@@ -207,7 +207,7 @@ def _pattern(builder: BodyBuilder, value: Value, name: str) -> Pattern:
         layout = builder.opening.entry(builder.scope, value.tensor)
         return LocalTensor(value.tensor, layout)
     if is_mapping(value) and any(refs(value)):
-        raise NeedsInlineError(builder.scope, reason=f"{name} has a mapping")
+        raise PrintAgainError(builder.scope, reason=f"{name} has a mapping")
     if isinstance(value, tuple):
         return tuple(_pattern(builder, item, name) for item in value)
     return None

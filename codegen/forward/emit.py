@@ -27,7 +27,7 @@ from autopar.codegen.forward.opening.opening import Opening, splits_rows, with_o
 from autopar.codegen.forward.reading.forward_source import LOSS, ROOT, CallTree, call_tree, is_plain
 from autopar.codegen.forward.reading.modules import Imported, is_free, named_functions
 from autopar.codegen.forward.reading.split import SplitGraph
-from autopar.codegen.forward.scope import NeedsInlineError
+from autopar.codegen.forward.scope import PrintAgainError
 from autopar.codegen.forward.stages import printed_stages
 from autopar.codegen.forward.targets import printed_divisor, valid_targets, weighed_terms
 from autopar.codegen.text.lines import imports_of
@@ -84,8 +84,8 @@ def open_split(
     while True:
         try:
             return _open(split, tree, places, state)
-        except NeedsInlineError as needed:
-            state.yield_to(needed, tree)
+        except PrintAgainError as needed:  # the next attempt opens or inlines one more call
+            state.open_or_inline(needed, tree)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -96,7 +96,7 @@ class _State:
     inlined: set[str]
     called: frozenset[str]
 
-    def yield_to(self, needed: NeedsInlineError, tree: CallTree) -> None:
+    def open_or_inline(self, needed: PrintAgainError, tree: CallTree) -> None:
         """Open a call that lacks an argument; inline any other call's code into its caller."""
         key = needed.key
         if key in (ROOT, LOSS):
@@ -230,7 +230,7 @@ def _agree(printed: dict[str, Printed], opening: Opening) -> None:
         sources = {printed[key].lines if key in printed else None for key in keys}
         if len(sources) > 1:
             key = next(key for key in keys if key in printed)
-            raise NeedsInlineError(key, reason="its calls differ")
+            raise PrintAgainError(key, reason="its calls differ")
 
 
 def _classes(printed: dict[str, Printed], opening: Opening) -> Iterable[OpenedClass]:
@@ -240,7 +240,7 @@ def _classes(printed: dict[str, Printed], opening: Opening) -> Iterable[OpenedCl
     for call, forward in printed.items():
         path = calls[call].path
         if not modules[path].is_importable:
-            raise NeedsInlineError(call, reason="its class was made at run time")
+            raise PrintAgainError(call, reason="its class was made at run time")
         paths = alike[modules[path].home, forward]
         if path not in paths:
             paths.append(path)

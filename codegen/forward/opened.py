@@ -17,7 +17,7 @@ from autopar.codegen.forward.reading.forward_source import (
     pairs,
 )
 from autopar.codegen.forward.reading.modules import Imported
-from autopar.codegen.forward.scope import NeedsInlineError
+from autopar.codegen.forward.scope import PrintAgainError
 from autopar.codegen.forward.writing.writer import Style, written
 from autopar.codegen.text.expressions import (
     Expression,
@@ -40,7 +40,7 @@ from autopar.planner.graph.ops import Extent, Listed, Mapped, NamedFields, Ref, 
 def returned(builder: BodyBuilder, value: Value) -> Expression:
     """Return the expression after `return` in a printed forward: a tuple there has no brackets."""
     if is_mapping(value):
-        raise NeedsInlineError(builder.scope, reason="its result is no plain tuple")
+        raise PrintAgainError(builder.scope, reason="its result is no plain tuple")
     if isinstance(value, tuple) and not isinstance(value, Listed) and len(value) > 1:
         return tuple_of([_result(builder, item) for item in value])
     return _result(builder, value)
@@ -53,7 +53,7 @@ def _result(builder: BodyBuilder, value: Value) -> Expression:
         return sequence(value, tuple(_result(builder, item) for item in value))
     if value is None or isinstance(value, (bool, int, float, complex)):
         return literal(value)
-    raise NeedsInlineError(builder.scope, reason=f"it returns {value}")
+    raise PrintAgainError(builder.scope, reason=f"it returns {value}")
 
 
 def _tensor(builder: BodyBuilder, tensor: str) -> Expression:

@@ -37,11 +37,12 @@ from autopar.planner.rules.rule import OpKind
 from autopar.planner.rules.table import kind_of
 
 
-class NeedsInlineError(Exception):
-    """A call cannot be printed as a call: its code must be inlined into its caller.
+class PrintAgainError(Exception):
+    """A call cannot be printed with the opened and inlined calls so far: `emit.py` prints again.
 
-    If the caller's printed code only lacks an argument of the call (`lacks_argument`), nothing is
-    inlined: the forward of the called class is printed, too, and gets None for this argument.
+    In the next attempt, the call's code is inlined into its caller. If the caller's code only lacks
+    an argument of the call (`lacks_argument`), the forward of the called class is printed instead,
+    and gets None for this argument.
     """
 
     def __init__(self, key: str, *, reason: str = "", lacks_argument: bool = False) -> None:
@@ -49,12 +50,12 @@ class NeedsInlineError(Exception):
         self.key, self.reason, self.lacks_argument = key, reason, lacks_argument
 
     @staticmethod
-    def for_module(path: str, scope: str) -> NeedsInlineError:
+    def for_module(path: str, scope: str) -> PrintAgainError:
         """Return the error for a module that the code of `scope` cannot reach."""
-        return NeedsInlineError._for(scope, f"module {path}")
+        return PrintAgainError._for(scope, f"module {path}")
 
     @staticmethod
-    def for_tensor(tensor: str, scope: str, opening: Opening) -> NeedsInlineError:
+    def for_tensor(tensor: str, scope: str, opening: Opening) -> PrintAgainError:
         """Return the error for a tensor that the code of `scope` cannot name."""
         tree = opening.tree
         maker = tree.graph.index.made_by.get(tensor)
@@ -63,13 +64,13 @@ class NeedsInlineError(Exception):
         if scope in chain:
             below = chain[chain.index(scope) + 1 :]
             key = next((c for c in below if c not in opening.inlined), LOSS)
-        return NeedsInlineError._for(key, tensor)
+        return PrintAgainError._for(key, tensor)
 
     @staticmethod
-    def _for(key: str, what: str) -> NeedsInlineError:
+    def _for(key: str, what: str) -> PrintAgainError:
         if key == LOSS or not key:
             raise InputError(f"the code of the script has no access to {what}, which it needs")
-        return NeedsInlineError(key)
+        return PrintAgainError(key)
 
 
 class Owner:
@@ -283,7 +284,7 @@ class AvailableValues:
         if known.origin not in (TensorOrigin.OP, TensorOrigin.INPUT) and tensor not in self.have:
             return conversions.convert_own(self.owned(tensor, op), tensor, need, self.sizes)
         if tensor not in self.have:
-            raise NeedsInlineError.for_tensor(tensor, self.scope, self.opening)
+            raise PrintAgainError.for_tensor(tensor, self.scope, self.opening)
         local = LocalTensor(tensor, self.have[tensor])
         crossing = self.split.crossing.get(tensor)
         layers = self.split.layer_of
@@ -334,7 +335,7 @@ class AvailableValues:
             return self._numbers(tensor)
         own = self.owner.tensor(tensor, op)
         if own is None:
-            raise NeedsInlineError.for_tensor(tensor, self.scope, self.opening)
+            raise PrintAgainError.for_tensor(tensor, self.scope, self.opening)
         return own
 
     def _numbers(self, constant: str) -> SourceForm:

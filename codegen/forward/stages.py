@@ -39,7 +39,7 @@ from autopar.codegen.forward.reading.modules import (
     Module,
     is_free,
 )
-from autopar.codegen.forward.scope import NeedsInlineError, Owner
+from autopar.codegen.forward.scope import Owner, PrintAgainError
 from autopar.codegen.forward.writing.statements import Loop, rolled
 from autopar.codegen.text.expressions import Expression, LocalTensor, pieces
 from autopar.codegen.text.lines import tuple_of
@@ -223,7 +223,7 @@ class _Printer:
         for op in part.ops:
             unit = builder.unit(op) if op.call != LOSS else None
             if unit is not None and not {o.name for o in self.tree.ops[unit]} <= mine:
-                raise NeedsInlineError(unit)
+                raise PrintAgainError(unit)
             builder.add(op)
         return builder
 
