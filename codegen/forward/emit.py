@@ -43,14 +43,15 @@ def opened_classes(
 ) -> OpenedSource:
     """Return the classes, stages and functions that a plan's script defines.
 
-    With `is_evaluated` the loss has weights even if a step has only one microbatch, because an
-    evaluation averages over several.
+    With `is_evaluated`, the terms of the loss are weighted even if a step has one microbatch,
+    because an evaluation averages over several microbatches.
     """
     split = replace(split, has_metrics=has_metrics)
     stages = sorted(plan.stages, key=lambda stage: stage.first)
     if plan.arrangement.data * plan.arrangement.microbatches > 1 or is_evaluated:
         split = replace(split, weighed=tuple(op.name for op in weighed_terms(split.graph)))
-    # valid_targets() counts in all rows; without it, a tensor rank may get only rows that it reads
+    # The script's count of valid targets needs all rows of a batch. Without such a count, a tensor
+    # rank is given only the rows that its ops read.
     if valid_targets(split, call_tree(split.graph)) is None:
         split = with_own_rows(split)
     return open_split(split, [stage.count for stage in stages], called=_recomputed(plan, split))

@@ -303,7 +303,7 @@ class _LossReader:
     def _of_numbers(self, op: Op, rule: Rule) -> Follows:
         if rule.kind in _SCALING:
             return self._scaled(op, rule.kind)
-        is_linear = rule.linear not in (Linear.UNTOLD, Linear.NO)
+        is_linear = rule.linear not in (Linear.UNKNOWN, Linear.NO)
         if is_linear or rule.kind.keeps_entries or rule.kind in _KEEPING:
             return self._added(op)
         return self._unknown(op, rule)

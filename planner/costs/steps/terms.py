@@ -18,7 +18,7 @@ from autopar.planner.costs.schedules.table import rank_of
 from autopar.planner.costs.steps.stage_load import RankGroups, StageLoad, summed_seconds
 from autopar.planner.costs.steps.stage_price import DataSeconds
 
-_ROUNDING = 1e-12  # of a sum, far smaller than any bubble
+_ROUNDING = 1e-12  # idle times up to this share of the pipeline's time are rounding errors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,14 +1,14 @@
 """Chooses the stages of an arrangement: their layers and recompute modes, with a lower bound.
 
-    1. bound       GPipe, 1F1B: by shortest paths (cut_bounds.py), which also exclude intervals;
+    1. bound       GPipe, 1F1B: by shortest paths (cut_bounds.py), which also exclude many stages;
                    other schedules: by a program with divisible layers (divisible.py)
     2. first cut   the cut found with the bound is priced exactly; its borders are moved while that
                    shortens the step
     3. program     finds, again and again, the unpriced cut with the least bound (program.py)
 
-Each cut that the program finds is priced, then excluded, and its critical path becomes a row. So
-the program's bound rises until it reaches the best known cut, which is then optimal. If the effort
-ends earlier, the bound tells by how much another cut may be better at most.
+Each cut that the program finds is priced and excluded, and its critical path becomes a constraint.
+This raises the program's bound, until it reaches the best known cut: that cut is optimal. If the
+effort ends earlier, the bound tells by how much another cut may be better at most.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class Effort:
     moves: int  # moves of borders by one layer, if ranks have several stages
     cuts: int  # cuts that the program finds and that are priced
     nodes: int  # of all stage programs of the arrangement together
-    gap: float  # relative: bound and best cut need not be closer
+    gap: float  # the search ends if bound and best cut differ by at most this share
     most_columns: int  # of a program; a larger one is not solved
-    is_last: bool = False  # only then are bounds raised with whole numbers of layers on a rank
+    is_last: bool = False  # only then is divisible.py also solved in whole numbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -100,7 +100,7 @@ class Chooser:
     def top(self) -> float:
         """The cutoff, or the shortest step so far if that is less.
 
-        It is a lower bound of all cuts once no cut can be below it.
+        It is a lower bound of all cuts once the search has shown that no cut is shorter.
         """
         return min(self.cutoff, self.best.seconds if self.best else math.inf)
 
@@ -178,7 +178,8 @@ class Chooser:
                 program.exclude(cut)
         for chain in self.chains:
             program.add_chain(chain)
-        bound, doubtful = 0.0, math.inf  # doubtful bounds cuts whose modes were not all compared
+        # doubtful: a bound of the excluded cuts of which not all modes were compared
+        bound, doubtful = 0.0, math.inf
         left = self.effort.nodes
         for _ in range(self.effort.cuts):
             if self.aim < math.inf:
@@ -326,7 +327,7 @@ def _divided(chooser: Chooser) -> Divided:
 
 
 def _along_paths(chooser: Chooser) -> StageAnswer:
-    """Return the best cut if each rank has one stage, which shortest paths bound."""
+    """Return the best cut if each rank has one stage, with the bound of shortest paths."""
     question = chooser.question
     count, stages = len(question.classes), question.shape.stages
     if chooser.aim < math.inf:  # quicker than pricing all intervals
@@ -375,8 +376,8 @@ def _whole_step_bounds(chooser: Chooser, columns: list[Column]) -> CutBounds:
 def _longest_that_matters(chooser: Chooser, longest: int) -> int:
     """Return the most layers of a stage in any cut below the aim.
 
-    A rank with a larger stage, and at least one layer on each of its others, would be busy for too
-    long.
+    A rank with a larger stage, and with at least one layer in each of its other stages, would be
+    busy for too long.
     """
     question = chooser.question
     most = len(question.classes) - question.shape.stages + 1
