@@ -155,7 +155,7 @@ def _nvlinks(cell: str) -> int:
 
 
 def _parts(joined: Sequence[Sequence[bool]]) -> tuple[int, ...]:
-    """Return each GPU's part: the first GPU that it is joined to, directly or over others."""
+    """Return a number for each GPU, equal for GPUs that are joined directly or over others."""
     first = list(range(len(joined)))
     for one in range(len(joined)):
         for other in range(one):
@@ -284,7 +284,7 @@ _KIND_LABELS = (
     "karpenter.k8s.aws/instance-gpu-name",
 )
 _SLICED = "nvidia.com/mig-"
-# Networks of machines that clouds rent, by the beginning of the machine's name.
+# Networks of the machines of clouds, by the first letters of the instance type.
 _RENTED = {
     "p4d": "efa1",
     "p5": "efa2",

@@ -120,7 +120,7 @@ class Traces:
 
 @dataclass(slots=True)
 class TracedRun:
-    """Runs a step on the Python state that an earlier step left, and records its changes of it."""
+    """Runs a step, from the Python state that `found` has, and records what it changes there."""
 
     recording: TraceRecording
     traces: Traces

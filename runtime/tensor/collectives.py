@@ -21,9 +21,9 @@
     first_gradient R → I    nothing                   gradient on rank 0, zeros else
 
 `parts` says how a dim is cut (see slices.py); by default it is one part with blocks of one element.
-If a dim is gathered without `parts`, its whole length is taken from those that this forward cut or
-that the stage received: the one of which this rank's share has the local size. If there is none,
-all ranks are assumed to hold equally many elements.
+If a dim is gathered without `parts`, slices.py looks for its whole length among those that this
+forward cut or that the stage received: this rank's share of it has the size of x. If none fits, all
+ranks are assumed to hold equally many elements.
 """
 
 from collections.abc import Callable
@@ -72,7 +72,7 @@ def first_only(x: Tensor, axis: Axis) -> Tensor:
 
 
 def first_whole(x: Tensor, axis: Axis) -> Tensor:
-    """R → P: count a whole value once, and its gradient as well."""
+    """R → P: keep a whole value, and later its gradient, on the first rank alone."""
     return _convert(x, axis, _on_first, _on_first)
 
 
