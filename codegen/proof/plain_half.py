@@ -33,7 +33,7 @@ FIRST_SCALE = 2.0**15  # of a loss in fp16: without it, gradients would underflo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlainHalf:
-    """The tensors of one process, by their first names, and its losses."""
+    """The tensors of one process and its losses; a tied tensor is under the first of its names."""
 
     initial: Mapping[str, Tensor]
     types: Mapping[str, str]  # of the buffers

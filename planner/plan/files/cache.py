@@ -110,7 +110,7 @@ class CachedSearch:
 class CachedScript:
     """The script of a plan, and notes to read before running it.
 
-    `lost` are layers that the plan recomputes, but no module call runs: then there is no script.
+    A recomputed layer is `lost` if the script has no module call for it. Then there is no script.
     """
 
     text: str = ""
@@ -254,7 +254,7 @@ class Question:
     arguments: tuple[str, ...]
     precision: Precision
     rows: int | None  # of a microbatch, for a model that accepts only one number
-    compiles: bool  # whether it was tried which layers torch.compile can trace
+    compiles: bool  # whether torch.compile was tried on the layers
 
     def find(self, cache: Cache) -> TracedModel | None:
         """Return the traced model from a cache; None if it is not there."""

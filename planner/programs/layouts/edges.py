@@ -97,7 +97,7 @@ class Need:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Numbering:
-    """The nodes: the ops of each class's first layer, each for its equals in other layers."""
+    """The nodes: an op of a class's first layer stands for the equal ops of the other layers."""
 
     ops: tuple[Op, ...]
     classes: tuple[int, ...]  # the class of each node

@@ -66,7 +66,7 @@ def _dim_of(stride: int, tensor: View) -> int | None:
 
 
 def same_view(view: View, of: View, other: View) -> View | None:
-    """Return the part of `other` with the indices that `view` has in `of`; None if that is no box.
+    """Return the box of `other` that is in the place of `view` in `of`; None if `view` is no box.
 
     `of` and `other` have the same size.
     """
