@@ -129,7 +129,7 @@ class RowMetrics:
         if fault is not None:
             refuse(fault[0], fix=fault[1])
         for name, value in found.items():
-            # metrics() may use numpy, which returns to the CPU; ranks sum on the device.
+            # metrics() may use numpy, and return tensors on the CPU; ranks add up on the device
             elements = value.to(self._mesh.device, torch.float64)
             own = torch.stack([elements.sum(), elements.new_full((), value.numel())])
             self.sums[name] = self.sums.get(name, 0) + once(own, times)

@@ -213,9 +213,8 @@ class ReadableSizes:
         best: dict[Wanted, Fact] = {}
         todo = [size for size in sizes if size is not None and size.extent != ONE]
         usual = [size for size in todo if size.dim in self.known]
-        ranked = sorted(
-            self.sources, key=lambda local: self._rank(local, usual)
-        )  # stable: earliest
+        # of equal values, the earliest comes first
+        ranked = sorted(self.sources, key=lambda local: self._rank(local, usual))
         for local in ranked:
             for size, fact in self._read(local, usual).items():
                 best.setdefault(size, fact)

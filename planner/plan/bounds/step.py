@@ -53,7 +53,7 @@ class Ends:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pressed:
-    """The least times within the memory: of recomputing, and of the slowest rank."""
+    """Bounds of plans that fit: the least seconds of recomputation, and of the slowest rank."""
 
     recompute_seconds: float
     bottleneck_seconds: float
@@ -91,7 +91,7 @@ class StepBound:
         """Return the repeated layers, with the time that data parallelism adds to a microbatch.
 
         A stage waits for the longer of computing and collectives. If collectives may take longer,
-        they may hide the time of other layers, so the bound leaves these layers out.
+        they may hide the time of the other layers, which the bound then does not count.
         """
         parameters, gradients = repeated.parameter_bytes, repeated.gradient_bytes
         is_waiting = self._is_waiting(repeated)
@@ -196,9 +196,10 @@ class StepBound:
     def _filling(self, even: float, pressed: Pressed, repeated: LayerBlock) -> float:
         """Return the bound of zero bubble with one stage per rank, with the time to fill the ranks.
 
-        Before its first backward, rank r computes K_r forwards (min(m, p − r) in ZB-H1). This
-        backward comes after all forwards of a microbatch, and after the input gradients of the
-        ranks behind r. So rank r is idle for
+        f_s and i_s are the seconds of a forward and of input gradients on rank s. Before its first
+        backward, rank r computes K_r forwards (min(m, p − r) in ZB-H1). This backward comes after
+        all forwards of a microbatch, and after the input gradients of the ranks behind r. So rank r
+        is idle for
 
             Σ_s f_s  +  Σ_{s > r} i_s  −  K_r · f_r
 
