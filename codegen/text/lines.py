@@ -215,7 +215,7 @@ def _choice(line: str, indent: int) -> list[str]:
 
 
 def _last_bracket(line: str) -> int | None:
-    """Return where the bracketed group opens with which a line ends (before a colon), or None."""
+    """Return the position of the bracket that the last one of a line closes, or None."""
     bare = _bare(line).rstrip(":")
     return _opening(bare) if bare and bare[-1] in _CLOSE else None
 

@@ -113,7 +113,7 @@ def _term_seconds(plan: StoredPlan, name: str) -> float:
 
 
 def _computed_share(stage: StagePrediction) -> float:
-    """Return the share of a stage's time that is no message of the tensor axis."""
+    """Return the share of a stage's time that is not spent on messages of the tensor axis."""
     whole = stage.forward_seconds + stage.backward_seconds
     return 1 - stage.tensor_seconds / whole if whole else 1.0
 
@@ -218,7 +218,7 @@ def backward_of(plan: StoredPlan) -> ActionKind:
 
 
 def numbers_of_stages(plan: StoredPlan, rank: int) -> tuple[int, ...]:
-    """Return the stages of a pipeline rank, in the order in which it has them."""
+    """Return the stages of a pipeline rank, in their order in the model."""
     return tuple(number for number, stage in enumerate(plan.stages) if stage.rank == rank)
 
 

@@ -351,7 +351,7 @@ def fullest(moments: Moments) -> tuple[int, ...]:
 
 
 class RankMemory:
-    """The bytes of a rank, by the offers of its stages."""
+    """The peak memory of a rank, for each choice of offers for its stages."""
 
     def __init__(
         self, question: StageQuestion, rank: int, offers: Sequence[Sequence[Offer]]
