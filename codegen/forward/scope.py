@@ -103,7 +103,7 @@ class Owner:
         return steps
 
     def within(self, path: str) -> str | None:
-        """Return a path of a module that lies inside this one, or None if there is no such path."""
+        """Return a path inside this module for the module at `path`, or None if it is outside."""
         modules = self.split.modules
         if path == self.root or self.holds(path) or path not in modules:
             return path

@@ -206,7 +206,7 @@ def _computed_in(graph: Graph) -> Graph:
 
 
 def _graph_in_modes(subject: TracedSubject, *, is_noticed: bool, is_half: bool) -> Graph:
-    """Return a subject's graph; it names parts in eval mode if it differs in training mode."""
+    """Return a subject's graph, which names parts in eval mode if train mode changes the ops."""
     graph = _graph(subject, is_noticed=is_noticed, is_half=is_half)
     parts = parts_in_eval_mode(subject.model)
     if not parts:

@@ -228,7 +228,7 @@ def _best_together(
 ) -> tuple[PricedCut | None, bool]:
     """Return the best combination of the ranks' ways, and whether all were compared.
 
-    None if no step is below that of `cut_filter`.
+    None if no step is below `cut_filter.below_seconds`.
     """
     question = columns.question
     actions = question.shape.stages * question.shape.microbatches
