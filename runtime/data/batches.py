@@ -380,9 +380,9 @@ def gathered_rows(batch: Batch, own: Collection[str], axis: Axis, *, rows: int) 
     """
     if axis.size == 1:
         return batch
-    held = cut(((rows, 1),), axis.size)
+    shares = cut(((rows, 1),), axis.size)
     return {
-        key: value if key in own else gather_along(value, 0, held, axis)
+        key: value if key in own else gather_along(value, 0, shares, axis)
         for key, value in batch.items()
     }
 

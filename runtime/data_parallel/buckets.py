@@ -172,7 +172,7 @@ class Bucket:
 
     @property
     def is_apart(self) -> bool:
-        """Whether the mean is not in the parameters' .grad: a part of it, or on the host."""
+        """Whether the parameters have no .grad: the mean is divided over ranks, or on the host."""
         return self.shard.size > 1 or self.link is not None
 
     @property

@@ -132,7 +132,7 @@ def started_gather(flat: Tensor, axis: Axis) -> dist.Work | None:
 _MOST_COPIES = 2  # under way to the host at once: each still takes memory of the device
 
 
-_MOST_ADDED = 2**23  # elements added to a sum at once: until then, the host holds both
+_MOST_ADDED = 2**23  # elements added to a sum at once; the host holds these twice
 
 
 class HostLink:

@@ -1,4 +1,4 @@
-"""Lower bounds of cuts by shortest paths, and the parts of the programs that bound or choose cuts.
+"""Lower bounds of cuts by shortest paths; columns and memory rows of the programs that find cuts.
 
 A column of the stage program is a possible stage: an interval of layers, and an offer. Its times
 are those of the forward, of the backward, of the backward's two halves, and of the transfer to the
