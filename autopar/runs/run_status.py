@@ -79,7 +79,7 @@ class RunStatus:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more will happen by itself."""
+        """Whether the training has ended, and no job waits to go on with it."""
         waits = self.job is not None and self.job.state in _WAITING
         return not waits and self.state not in (RunState.RUNNING, _NOT_BEGUN)
 

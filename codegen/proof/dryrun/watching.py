@@ -105,7 +105,7 @@ _SIZED = {
 
 @contextmanager
 def sizes_of_numbers() -> Iterator[None]:
-    """Give tensors whose sizes depend on data the expected sizes."""
+    """Give the expected sizes to tensors whose sizes depend on data."""
     with patch.dict(fake_impls.op_implementations_dict, _SIZED):
         yield
 
