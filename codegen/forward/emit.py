@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.codegen.forward.classes import (
-    Printed,
+    PrintedForward,
     base_name,
     class_source,
     described,
@@ -220,7 +220,7 @@ def _opening(split: SplitGraph, tree: CallTree, state: _State) -> Opening:
     return opening
 
 
-def _agree(printed: dict[str, Printed], opening: Opening) -> None:
+def _agree(printed: dict[str, PrintedForward], opening: Opening) -> None:
     """Raise if the calls of one module need different forwards: one call must be inlined."""
     calls = opening.split.graph.calls
     by_path: dict[str, list[str]] = defaultdict(list)
@@ -234,10 +234,10 @@ def _agree(printed: dict[str, Printed], opening: Opening) -> None:
             raise PrintAgainError(key, reason="its calls differ")
 
 
-def _classes(printed: dict[str, Printed], opening: Opening) -> Iterable[OpenedClass]:
+def _classes(printed: dict[str, PrintedForward], opening: Opening) -> Iterable[OpenedClass]:
     """Yield one class for all modules with the same class and the same printed forward."""
     calls, modules = opening.split.graph.calls, opening.split.modules
-    alike: dict[tuple[Imported, Printed], list[str]] = defaultdict(list)
+    alike: dict[tuple[Imported, PrintedForward], list[str]] = defaultdict(list)
     for call, forward in printed.items():
         path = calls[call].path
         if not modules[path].is_importable:

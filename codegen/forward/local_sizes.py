@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from autopar.codegen.forward.ops.arguments import whole_number
-from autopar.codegen.forward.ops.sizes import Wanted, size_along, wanted
+from autopar.codegen.forward.ops.sizes import SizeToPrint, size_along, wanted
 from autopar.codegen.forward.reading.split import parts_of_dim
 from autopar.codegen.forward.scope import AvailableValues
 from autopar.codegen.text.expressions import (
@@ -63,7 +63,7 @@ def result_sizes(op: Op, given: tuple[Value, ...], body: AvailableValues) -> Sou
     return joined(tuple(shown))
 
 
-def _computed(size: Wanted, body: AvailableValues) -> Expression:
+def _computed(size: SizeToPrint, body: AvailableValues) -> Expression:
     return body.sizes.local(size) if size.axis else body.sizes.whole(size.extent, size.other)
 
 

@@ -14,7 +14,7 @@ from itertools import groupby
 
 from autopar.codegen.forward.body import LOSS_WEIGHTS, BodyBuilder
 from autopar.codegen.forward.classes import (
-    Printed,
+    PrintedForward,
     base_name,
     class_source,
     described,
@@ -108,8 +108,8 @@ class _Draft:
 
     number: int
     part: StagePiece
-    printed: Printed
-    form: Printed | None
+    printed: PrintedForward
+    form: PrintedForward | None
     bounds: tuple[int, int] | None
     absent: tuple[str, ...]
 

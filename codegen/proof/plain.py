@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.data import IterableDataset, default_collate
 
 from autopar.codegen.proof.draws import Drawing, NotedDraw
-from autopar.codegen.proof.exactness import Exactly, KeepFloat64
+from autopar.codegen.proof.exactness import ExactMode, KeepFloat64
 from autopar.planner.axes.infer import infer_axes
 from autopar.planner.graph.graph import Graph
 from autopar.planner.graph.ops import Ref
@@ -322,7 +322,7 @@ def train_alone(task: Task) -> TrainedAlone:
     scheduler = scheduler_of(file, optimizer, task, steps=all_steps(task.steps))
     losses, norms, gradients = [], [], dict[str, Tensor]()
     for step, batch in enumerate(islice(batches, task.steps), start=1):
-        with Exactly(dtype):
+        with ExactMode(dtype):
             loss = loss_of(model, file, cast_batch(batch, dtype), task)
             loss.backward()  # type: ignore[no-untyped-call]
         losses.append(loss.item())

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from autopar.codegen.proof.exactness import Exactly
+from autopar.codegen.proof.exactness import ExactMode
 from autopar.codegen.proof.plain import (
     HALVES,
     Task,
@@ -108,7 +108,7 @@ def _losses(file: ModelFile, both: _Both, task: Task) -> tuple[float, ...]:
     scheduler = scheduler_of(file, optimizer, task, steps=task.steps)
     scale, losses = FIRST_SCALE if dtype is torch.float16 else 1.0, []
     for batch in islice(batches, task.steps):
-        with Exactly(dtype):
+        with ExactMode(dtype):
             loss = loss_of(both.computing, file, batch, task)
             (loss.float() * scale).backward()  # type: ignore[no-untyped-call]
         losses.append(loss.item())

@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 
 from autopar.codegen.proof.comparison import RankBlock, RankInHalf, RankTrained
 from autopar.codegen.proof.draws import Drawing
-from autopar.codegen.proof.exactness import Exactly, KeepFloat64
+from autopar.codegen.proof.exactness import ExactMode, KeepFloat64
 from autopar.codegen.proof.plain import (
     all_steps,
     all_tensors,
@@ -48,7 +48,7 @@ NAME = "emitted_script"
 _UNSEEDED = 2**52  # plus the rank: processes differ unless the script seeds them
 
 
-class Watched:
+class StepRecorder:
     """Records the steps of a rank's script: exact ones, and one that draws random numbers."""
 
     def __init__(self, steps: int, clip: Callable[..., Tensor], rank: int) -> None:
@@ -83,7 +83,7 @@ class Watched:
                 self.parts = parts_of(model)
                 self.initial = [block for part in self.parts for block in _initial(part)]
             if self.step <= self.steps:
-                with Exactly(dtype):
+                with ExactMode(dtype):
                     return step(model, *args, **kwargs)
             self.parameters = [block for part in self.parts for block in _parameters(part)]
             with self.drawing, KeepFloat64(dtype):
@@ -106,7 +106,7 @@ def run_script(path: str, arguments: Sequence[str], *, limit: float | None = 1.0
     """Run a script's main; `limit` is its setting of the clipping norm."""
     rank = int(os.environ.get("RANK", "0"))
     steps = int(dict(pairwise(arguments))["--steps"])
-    watched = Watched(steps, gradients.clip_by_global_norm, rank)
+    watched = StepRecorder(steps, gradients.clip_by_global_norm, rank)
     with (  # both the package and its module have the function
         patch.object(optimizer, "clip_by_global_norm", watched.clipped),
         patch.object(gradients, "clip_by_global_norm", watched.clipped),
@@ -141,7 +141,7 @@ def run_as_it_is(path: str, arguments: Sequence[str]) -> RankInHalf:
             optimizers.append(optimizer)
             found.initial = _weights(parts_of(model), optimizer)
             found.types = dict(_types_of_buffers(parts_of(model)))
-        with Exactly(dtype):
+        with ExactMode(dtype):
             loss: Tensor = step(model, optimizer, *args, **kwargs)
             return loss
 
@@ -170,7 +170,7 @@ def _types_of_buffers(parts: Sequence[nn.Module]) -> Iterator[tuple[str, str]]:
 
 def _exactly(function: Callable[..., Tensor], dtype: torch.dtype) -> Callable[..., Tensor]:
     def exact(*args: Any) -> Tensor:
-        with Exactly(dtype):
+        with ExactMode(dtype):
             return function(*args)
 
     return exact

@@ -110,7 +110,7 @@ def tuple_of(items: Sequence[Expression]) -> SourceForm:
     return SourceForm(tuple(parts))
 
 
-class Repeats:
+class ComputedValues:
     """The values without a gradient that a body has computed, so that each is computed once.
 
     Hugging Face's masks count the positions once for the queries and once for the keys, and again

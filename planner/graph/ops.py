@@ -244,7 +244,7 @@ class Constant:
     values: Value
 
 
-class Left(StrEnum):
+class StateChange(StrEnum):
     """Whether a module call changes Python state (an attribute, a list, a global), and how long."""
 
     NOTHING = ""
@@ -277,7 +277,7 @@ class ModuleCall:
     result: Value
     has_unused: bool = False
     is_batch_norm: bool = False
-    left: Left = Left.NOTHING
+    left: StateChange = StateChange.NOTHING
     mode_is_set: bool = False
     spans: tuple[SourceSpan, ...] = ()
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from autopar.planner.errors import AutoparError, InputError, TraceError
 from autopar.planner.graph.graph import Graph, batch_key
-from autopar.planner.graph.ops import Left
+from autopar.planner.graph.ops import StateChange
 from autopar.planner.model.guard import ModelMovedError
 from autopar.planner.model.model_file import ModelFile
 from autopar.planner.precision import Precision
@@ -201,7 +201,7 @@ def _computed_in(graph: Graph) -> Graph:
 
     These changes may differ, because only the first step fills caches.
     """
-    calls = {key: replace(call, left=Left.NOTHING) for key, call in graph.calls.items()}
+    calls = {key: replace(call, left=StateChange.NOTHING) for key, call in graph.calls.items()}
     return replace(graph, calls=calls)
 
 

@@ -31,7 +31,13 @@ from torch.fx import node as fx_node
 from torch.fx.experimental import proxy_tensor
 from torch.utils import _pytree as pytree
 
-from autopar.planner.graph.ops import LOSS_CALL, LOSS_FUNCTION, GradientUse, Left, OwnGradient
+from autopar.planner.graph.ops import (
+    LOSS_CALL,
+    LOSS_FUNCTION,
+    GradientUse,
+    OwnGradient,
+    StateChange,
+)
 from autopar.planner.model.functions import has_backward_hooks, has_hooks, plain_functions
 from autopar.planner.model.outside import StateScope, StateSnapshot, StateValue
 from autopar.planner.trace.build import Loss
@@ -118,11 +124,15 @@ class TraceRecording:
         """Return a snapshot of the Python state that a call may change."""
         return self.outside.around(self.paths[call]).snapshot()
 
-    def state_change(self, call: str) -> Left:
+    def state_change(self, call: str) -> StateChange:
         """Return whether a call changed Python state, and whether the change outlives the step."""
         left = self.changed_state.get(call, ())
         stays = all(one.is_content or one.comparable in self.at_end for one in left)
-        return (Left.BEHIND if stays else Left.FOR_A_WHILE) if left else Left.NOTHING
+        return (
+            (StateChange.BEHIND if stays else StateChange.FOR_A_WHILE)
+            if left
+            else StateChange.NOTHING
+        )
 
     def attribute_ids(self, call: str) -> Hashable:
         """Return the identities of a module's attributes, including its children's."""

@@ -24,7 +24,7 @@ from autopar.runtime.checkpointing.model_files import (
     write_model,
 )
 from autopar.runtime.checkpointing.owners import (
-    Here,
+    LocalTensors,
     Owned,
     Owners,
     every_rank,
@@ -179,7 +179,9 @@ def export(
         return
     exported = exported_of(parts, begun.recipe.dtypes, mesh)
     local_tensors = [one for one in local_weights(parts, optimizer) if one.key in exported]
-    whole_model = _Whole(Owners(mesh).of(local_tensors), Here(local_tensors), exported, begun, mesh)
+    whole_model = _Whole(
+        Owners(mesh).of(local_tensors), LocalTensors(local_tensors), exported, begun, mesh
+    )
     try:
         _write(whole_model, to, exported, mesh)
     except OSError as error:
@@ -219,7 +221,7 @@ class _Whole:
     def __init__(
         self,
         owned: Sequence[Owned],
-        here: Here,
+        here: LocalTensors,
         exported: Mapping[str, ExportedWeight],
         begun: WeightsOrigin,
         mesh: Mesh,

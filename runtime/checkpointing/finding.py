@@ -29,7 +29,7 @@ from autopar.runtime.checkpointing.manifest import (
     read_moment,
 )
 from autopar.runtime.checkpointing.owners import every_rank
-from autopar.runtime.checkpointing.safetensors_file import Written
+from autopar.runtime.checkpointing.safetensors_file import WrittenFile
 from autopar.runtime.ranks.leaving import say
 from autopar.runtime.ranks.locations import (
     BROKEN,
@@ -172,7 +172,7 @@ def sound_manifest(folder: Location) -> Manifest:
 class Expected:
     """The contents of a file according to the manifest: the dtype and shape of each tensor."""
 
-    written: Written
+    written: WrittenFile
     entries: Mapping[str, tuple[str, tuple[int, ...]]]
 
 

@@ -84,7 +84,7 @@ def named_tensors(parts: Iterable[nn.Module]) -> Iterator[NamedTensor]:
             yield NamedTensor(names=whole_names(part, group), place=first, chunks=chunks)
 
 
-class Stepped:
+class SteppedPieces:
     """Finds the pieces of each parameter, if the optimizer steps pieces, not whole parameters."""
 
     def __init__(self, optimizer: Optimizer | None) -> None:
@@ -103,7 +103,7 @@ class Stepped:
 
 def local_weights(parts: Iterable[nn.Module], optimizer: Optimizer | None) -> Iterator[LocalPart]:
     """Yield the weights on this rank; if the optimizer has an fp32 copy, yield the copy."""
-    stepped = Stepped(optimizer)
+    stepped = SteppedPieces(optimizer)
     for one in named_tensors(parts):
         tensor, key = one.place.tensor, one.names[0]
         pieces = stepped.pieces(tensor)
@@ -218,7 +218,7 @@ class Owners:
         return self._owned
 
 
-class Here:
+class LocalTensors:
     """Finds, in the memory of the training, the tensors that this rank writes."""
 
     def __init__(self, local_tensors: Iterable[LocalPart]) -> None:

@@ -83,7 +83,7 @@ _SIDES = {"cuda": (2048, 20), "cpu": (192, 1)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Own:
+class RankTimes:
     """Times of one rank in which it does not wait for other ranks."""
 
     product_seconds: float
@@ -131,7 +131,7 @@ class Pace:
             torch.tensor(own, dtype=torch.float64, device=self._mesh.device), self._mesh.world
         ).tolist()
         self._lines = int(min(one[2] for one in every))
-        ranks = [Own(product_seconds=one[0], reading_seconds=one[1]) for one in every]
+        ranks = [RankTimes(product_seconds=one[0], reading_seconds=one[1]) for one in every]
         each = self._mesh.data.size * self._mesh.tensor.size
         found = list(slow_among(ranks, self._kinds, step_seconds, ranks_of_stage=each))
         # One product may be disturbed, so a rank must be slow twice in a row.
@@ -140,7 +140,7 @@ class Pace:
 
 
 def slow_among(
-    ranks: Sequence[Own], kinds: Sequence[str], step_seconds: float, *, ranks_of_stage: int
+    ranks: Sequence[RankTimes], kinds: Sequence[str], step_seconds: float, *, ranks_of_stage: int
 ) -> Iterator[SlowRank]:
     """Yield the slow ranks, each compared with ranks that have the same kind of device."""
     for rank, own in enumerate(ranks):

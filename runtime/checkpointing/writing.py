@@ -21,13 +21,13 @@ from autopar.runtime.checkpointing.manifest import (
     Logical,
     Manifest,
     Moment,
-    Stored,
+    StoredShard,
     rank_file,
     to_text,
 )
 from autopar.runtime.checkpointing.owners import (
-    Here,
     LocalPart,
+    LocalTensors,
     Owned,
     Owners,
     every_rank,
@@ -36,7 +36,7 @@ from autopar.runtime.checkpointing.owners import (
 )
 from autopar.runtime.checkpointing.safetensors_file import (
     Entry,
-    Written,
+    WrittenFile,
     in_file_order,
     refuse_unknown_types,
     write_tensors,
@@ -103,7 +103,7 @@ class CheckpointSnapshot:
         """The step after which the snapshot was taken."""
         return self.manifest.moment.step
 
-    def write(self) -> Written | str:
+    def write(self) -> WrittenFile | str:
         """Write this rank's file, in any thread; return its size and digest, or the failure."""
         try:
             return write_tensors(self.fresh / self.own_file, self.entries, iter(self.tensors), MARK)
@@ -155,7 +155,7 @@ def snapshot(
     if isinstance(fresh, str):
         return fresh
     logical = _logical(owned)
-    tensors = _share(owned, logical, Here(local_tensors), mesh)
+    tensors = _share(owned, logical, LocalTensors(local_tensors), mesh)
     entries = in_file_order(
         Entry(name=name, dtype=one.dtype, shape=tuple(one.shape)) for name, one in tensors.items()
     )
@@ -187,7 +187,7 @@ def snapshot(
     )
 
 
-def put_in_place(written: CheckpointSnapshot, own: Written | str, mesh: Mesh) -> str | None:
+def put_in_place(written: CheckpointSnapshot, own: WrittenFile | str, mesh: Mesh) -> str | None:
     """Give a checkpoint its final name after all ranks have written, or return why it failed."""
     ranks = every_rank(own, mesh)
     failures = [one for one in ranks if isinstance(one, str)]
@@ -220,7 +220,7 @@ def _logical(owned: Iterable[Owned]) -> dict[str, Logical]:
             dtype=found[0].dtype,
             shape=found[0].shard.global_shape,
             shards=tuple(
-                Stored(file=rank_file(one.rank), entry=f"{key}@{number}", chunks=one.chunks)
+                StoredShard(file=rank_file(one.rank), entry=f"{key}@{number}", chunks=one.chunks)
                 for number, one in enumerate(found)
             ),
         )
@@ -229,7 +229,7 @@ def _logical(owned: Iterable[Owned]) -> dict[str, Logical]:
 
 
 def _share(
-    owned: Sequence[Owned], logical: Mapping[str, Logical], here: Here, mesh: Mesh
+    owned: Sequence[Owned], logical: Mapping[str, Logical], here: LocalTensors, mesh: Mesh
 ) -> dict[str, Tensor]:
     """Return the tensors of this rank's file: the shards that it owns, and its random states."""
     shards = [shard for one in logical.values() for shard in one.shards]

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import chain, count
 
-from autopar.codegen.forward.ops.sizes import Wanted, wanted
+from autopar.codegen.forward.ops.sizes import SizeToPrint, wanted
 from autopar.codegen.forward.reading.split import SplitGraph
 from autopar.codegen.forward.writing.statements import Loop, Statement
 from autopar.codegen.text.expressions import (
@@ -64,7 +64,7 @@ def shapes_of(
     ]
     counts = Counter(fact.value for fact in facts)
     taken = {*frame, "self", "x", "q", "k", "v", "y"}
-    sizes: dict[Wanted, str] = {}
+    sizes: dict[SizeToPrint, str] = {}
     for local, uses in counts.items():
         if uses < 2:
             continue

@@ -103,21 +103,21 @@ def _waiting_bytes(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Again:
+class Recomputed:
     """The ops and conversions that are recomputed."""
 
     ops: tuple[PlacedOp, ...] = ()
     conversions: tuple[LayerConversion, ...] = ()
 
 
-def run_again(flow: LayerFlow, mode: Recompute) -> Again:
+def run_again(flow: LayerFlow, mode: Recompute) -> Recomputed:
     """Return what runs again in a mode: nothing, the ops between saved ones, or the forward."""
     if not mode.runs_again:
-        return Again()
+        return Recomputed()
     return called_again(flow) if mode.saved_ops is None else _between_saved(flow, mode)
 
 
-def called_again(flow: LayerFlow) -> Again:
+def called_again(flow: LayerFlow) -> Recomputed:
     """Return what a full recompute runs: PyTorch stops at the last tensor that the backward needs.
 
     An op saves its operands before it runs. So if the last op that saves anything (such as a
@@ -125,10 +125,10 @@ def called_again(flow: LayerFlow) -> Again:
     a layer to its end, and so does a compiled layer.
     """
     if not flow.pricer.stops_early or flow.ops[0].op.name in flow.pricer.fusion.saved:
-        return Again(ops=flow.ops, conversions=flow.conversions)
+        return Recomputed(ops=flow.ops, conversions=flow.conversions)
     keeping = [place for place, one in enumerate(flow.ops) if one.kept.seen or one.kept.made]
     if not keeping:
-        return Again()
+        return Recomputed()
     last = flow.ops[keeping[-1]]
     keeps_result = last.kept.made or any(name in last.op.outputs for name in last.kept.seen)
     needed = {
@@ -136,13 +136,13 @@ def called_again(flow: LayerFlow) -> Again:
         for one in flow.ops[: keeping[-1] + 1]
         for pair in zip(one.op.inputs, one.layout.needs, strict=True)
     }
-    return Again(
+    return Recomputed(
         ops=flow.ops[: keeping[-1] + bool(keeps_result)],
         conversions=_converted(flow, needed),
     )
 
 
-def _between_saved(flow: LayerFlow, mode: Recompute) -> Again:
+def _between_saved(flow: LayerFlow, mode: Recompute) -> Recomputed:
     """Return the ops that run again: they lead from what the mode saves to what ops keep."""
     needed: set[tuple[str, Layout]] = set()
     for one in flow.ops:
@@ -155,7 +155,7 @@ def _between_saved(flow: LayerFlow, mode: Recompute) -> Again:
         again.append(one)
         needed |= set(zip(one.op.inputs, one.layout.needs, strict=True))
         names.update(one.op.inputs)
-    return Again(ops=tuple(reversed(again)), conversions=_converted(flow, needed))
+    return Recomputed(ops=tuple(reversed(again)), conversions=_converted(flow, needed))
 
 
 def _converted(

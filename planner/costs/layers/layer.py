@@ -18,13 +18,13 @@ from autopar.planner.costs.collectives.conversions import DISPATCHES, Statistics
 from autopar.planner.costs.layers.chunked_loss import Chunking, chunked_memory, chunking_of
 from autopar.planner.costs.layers.flow import (
     UNSHARED,
-    Again,
     LayerConversion,
     LayerFlow,
     LayerMemory,
     LayerParameters,
     MemoryPlace,
     PlacedOp,
+    Recomputed,
     SharedWeights,
     layer_flow,
     layer_parameters,
@@ -233,7 +233,7 @@ def _cost(
 ) -> LayerCost:
     again = run_again(flow, mode)
     recompute = _forward(flow, again) if mode.runs_again else 0.0
-    whole, host = Again(ops=flow.ops, conversions=flow.conversions), flow.pricer.host
+    whole, host = Recomputed(ops=flow.ops, conversions=flow.conversions), flow.pricer.host
     return LayerCost(
         forward_seconds=_forward(flow, whole),
         backward_seconds=_backward(flow) + recompute,
@@ -272,16 +272,16 @@ def _channels(flow: LayerFlow, ops: Iterable[PlacedOp]) -> Iterator[int]:
             yield flow.pricer.shapes(one.op, one.split).shape(one.op.inputs[0])[1]
 
 
-def _forward(flow: LayerFlow, run: Again) -> float:
+def _forward(flow: LayerFlow, run: Recomputed) -> float:
     """Return the seconds of a forward: the device's, or the host's if that takes longer."""
     return flow.pricer.host.forward_region_seconds(_device_forward(run), _dispatches(run))
 
 
-def _dispatches(run: Again) -> int:
+def _dispatches(run: Recomputed) -> int:
     return sum(one.launches[0] for one in run.ops) + DISPATCHES * len(run.conversions)
 
 
-def _device_forward(run: Again) -> float:
+def _device_forward(run: Recomputed) -> float:
     return sum(one.cost.forward_seconds + one.inside_seconds for one in run.ops) + sum(
         conversion.cost.forward_seconds for conversion in run.conversions
     )

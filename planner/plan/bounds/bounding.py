@@ -51,10 +51,10 @@ from autopar.planner.plan.bounds.least import (
     of_any,
     of_least,
 )
-from autopar.planner.plan.bounds.step import Ends, LeastTotals, Pressed, StepBound
+from autopar.planner.plan.bounds.step import Ends, FittingBounds, LeastTotals, StepBound
 from autopar.planner.plan.declared.constraints import Objective
-from autopar.planner.plan.solving.candidate import Questions, inside_of
-from autopar.planner.plan.solving.prices import Inside
+from autopar.planner.plan.solving.candidate import Questions, layer_key
+from autopar.planner.plan.solving.prices import LayerKey
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +151,7 @@ RankKinds = tuple[Kind, ...]  # distinct kinds of pipeline ranks
 Rooms = tuple[tuple[StageRoom, ...], ...]  # of each rank, by stage
 
 _ENDLESS: Rooms = ((StageRoom(in_flight=1, size_bytes=1e30),),)
-_NEVER = Pressed(
+_NEVER = FittingBounds(
     recompute_seconds=float("inf"),
     bottleneck_seconds=float("inf"),
     capacities=RankCapacities(ranks=()),
@@ -166,9 +166,9 @@ class Bounds:
         subject = self.costing.subject
         self.state = state_of(subject.graph.parameters, self.costing.precision)
         self._least: dict[tuple[int, Compile, RowShare], LeastLayers] = {}
-        self._facts: dict[tuple[Inside, RankKinds], LayoutFacts] = {}
-        self._of_any: dict[tuple[Inside, RankKinds], LayoutFacts] = {}
-        self._of_least: dict[tuple[Inside, RankKinds], LayoutFacts] = {}
+        self._facts: dict[tuple[LayerKey, RankKinds], LayoutFacts] = {}
+        self._of_any: dict[tuple[LayerKey, RankKinds], LayoutFacts] = {}
+        self._of_least: dict[tuple[LayerKey, RankKinds], LayoutFacts] = {}
         self._bottlenecks: dict[tuple[LayerBlock, PipelineRoom], float] = {}
 
     def of_point(self, point: Arrangement) -> float:
@@ -251,7 +251,7 @@ class Bounds:
 
     def _pressed(
         self, arrangement: Arrangement, facts: LayoutFacts, shared: LayerBlock, rooms: Rooms | None
-    ) -> Pressed:
+    ) -> FittingBounds:
         """Return the least times of recomputing and of the slowest rank; `rooms` limits memory."""
         again, margin = 0.0, self.questions.constants.margin
         if rooms is not None:
@@ -271,7 +271,7 @@ class Bounds:
         slowest = self._bottleneck(shared, room)
         if max(again, slowest) == float("inf"):
             return _NEVER
-        return Pressed(
+        return FittingBounds(
             recompute_seconds=again,
             bottleneck_seconds=slowest,
             capacities=rank_capacities(shared, room),
@@ -312,14 +312,14 @@ class Bounds:
 
     def facts(self, arrangement: Arrangement, solution: int) -> LayoutFacts:
         """Return the facts of one layout solution, each at its minimum over devices."""
-        key = inside_of(arrangement, solution), self.questions.kinds(arrangement)
+        key = layer_key(arrangement, solution), self.questions.kinds(arrangement)
         if key not in self._facts:
             self._facts[key] = facts_of(self._row(*key))
         return self._facts[key]
 
     def of_any(self, arrangement: Arrangement) -> LayoutFacts:
         """Return facts that are lower limits over all layout solutions and devices."""
-        degree, fastest = arrangement.tensor, inside_of(arrangement, 0)
+        degree, fastest = arrangement.tensor, layer_key(arrangement, 0)
         if degree == 1:
             return self.facts(arrangement, 0)
         key = fastest, self.questions.kinds(arrangement)
@@ -331,7 +331,7 @@ class Bounds:
 
     def of_least(self, arrangement: Arrangement) -> LayoutFacts:
         """Return facts that are lower limits over all layouts and devices, before any is solved."""
-        degree, unsplit = arrangement.tensor, replace(inside_of(arrangement, 0), tensor=1)
+        degree, unsplit = arrangement.tensor, replace(layer_key(arrangement, 0), tensor=1)
         if degree == 1:
             return self.facts(arrangement, 0)
         key = replace(unsplit, tensor=degree), self.questions.kinds(arrangement)
@@ -343,7 +343,7 @@ class Bounds:
             self._of_least[key] = facts_of(row)
         return self._of_least[key]
 
-    def _row(self, inside: Inside, kinds: RankKinds) -> tuple[Modes, ...]:
+    def _row(self, inside: LayerKey, kinds: RankKinds) -> tuple[Modes, ...]:
         return lightest([self.costing.slowest_rows(inside, own) for own in kinds])
 
 

@@ -30,7 +30,6 @@ from autopar.planner.graph.ops import (
     Fields,
     FunctionCall,
     GradientUse,
-    Left,
     Listed,
     Mapped,
     ModuleCall,
@@ -39,6 +38,7 @@ from autopar.planner.graph.ops import (
     OwnGradient,
     Parameter,
     Ref,
+    StateChange,
     Tensor,
     TensorOrigin,
     Value,
@@ -110,7 +110,7 @@ class CallRow(NamedTuple):
     result: JsonValue
     has_unused: bool = False
     is_batch_norm: bool = False
-    left: Left = Left.NOTHING
+    left: StateChange = StateChange.NOTHING
     mode_is_set: bool = False
     spans: tuple[SourceSpan, ...] = ()
 

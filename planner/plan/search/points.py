@@ -112,7 +112,7 @@ class SearchPoint:
     arrangement: Arrangement
 
 
-class Pressure(IntEnum):
+class BoundKind(IntEnum):
     """How a variant's bound accounts for memory, each sharper and slower than the one before."""
 
     UNSOLVED = 0  # the least of any layouts, before the fastest are solved
@@ -129,7 +129,7 @@ class Variant:
 
     arrangement: Arrangement
     thriftier: tuple[Arrangement, ...] = ()
-    pressure: Pressure = Pressure.UNSOLVED
+    bound_kind: BoundKind = BoundKind.UNSOLVED
     effort: int = 0  # how often it was solved with limited effort
 
     @property

@@ -44,13 +44,13 @@ def complexity_of(candidate: Candidate) -> Complexity:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Known:
+class BestByComplexity:
     """The least seconds of solved plans, by complexity."""
 
     tolerance: float
     seconds: Mapping[Complexity, float] = field(default_factory=dict)
 
-    def with_one(self, of: Complexity, seconds: float) -> Known:
+    def with_one(self, of: Complexity, seconds: float) -> BestByComplexity:
         """Return the record with one more solved plan."""
         least = min(seconds, self.seconds.get(of, float("inf")))
         return replace(self, seconds={**self.seconds, of: least})

@@ -14,7 +14,7 @@ from autopar.planner.programs.layouts.rules import LayoutRules
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Inside:
+class LayerKey:
     """Everything that layouts and costs inside layers depend on, besides the devices."""
 
     tensor: int
@@ -42,7 +42,7 @@ class LayoutKey:
 class PricedRows:
     """The costs of all layers inside some layouts: equal layers share one of `costs`."""
 
-    inside: Inside
+    inside: LayerKey
     share: RowShare
     costs: tuple[Modes, ...]
     numbers: tuple[int, ...]  # each layer's index in `costs`
@@ -54,7 +54,7 @@ class StoredPrices:
 
     fastest: LayoutSolution | None
     front: tuple[LayoutSolution, ...] | None
-    simpler: tuple[tuple[Inside, LayoutSolution], ...]
+    simpler: tuple[tuple[LayerKey, LayoutSolution], ...]
     rows: tuple[PricedRows, ...]
 
 
@@ -64,8 +64,8 @@ class LayoutPrices:
 
     fastest: LayoutSolution | None = None
     front: tuple[LayoutSolution, ...] | None = None
-    simpler: dict[Inside, LayoutSolution] = field(default_factory=dict)
-    rows: dict[tuple[Inside, RowShare], tuple[Modes, ...]] = field(default_factory=dict)
+    simpler: dict[LayerKey, LayoutSolution] = field(default_factory=dict)
+    rows: dict[tuple[LayerKey, RowShare], tuple[Modes, ...]] = field(default_factory=dict)
     program: LayoutProgram | None = None
 
     @classmethod
@@ -100,7 +100,7 @@ class LayoutPrices:
         return all(one.is_proved for one in (*first, *(self.front or ()), *self.simpler.values()))
 
 
-def _numbered(inside: Inside, share: RowShare, row: tuple[Modes, ...]) -> PricedRows:
+def _numbered(inside: LayerKey, share: RowShare, row: tuple[Modes, ...]) -> PricedRows:
     numbers = {key: number for number, key in enumerate(dict.fromkeys(map(id, row)))}
     costs = {id(one): one for one in row}
     return PricedRows(

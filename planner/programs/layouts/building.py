@@ -18,8 +18,8 @@ from autopar.planner.programs.layouts.alike import SimilarNodes
 from autopar.planner.programs.layouts.edges import (
     Conversions,
     LayoutPricer,
-    Need,
     Structure,
+    TensorUse,
     structure_of,
 )
 from autopar.planner.programs.layouts.problem import (
@@ -200,7 +200,7 @@ class _Builder:
         replicated = (REPLICATED,) if any(t.requires_grad for t in outside) else ()
         return (WHOLE, *replicated, *(x for x in wanted if x.kind is LayoutKind.SPLIT))
 
-    def _edge(self, need: Need, layouts: Mapping[str, tuple[Layout, ...]]) -> Edge:
+    def _edge(self, need: TensorUse, layouts: Mapping[str, tuple[Layout, ...]]) -> Edge:
         tensor, _ = self.needs[need]
         return Edge(
             producer=need.producer,
@@ -270,7 +270,11 @@ class _Builder:
         return once * ONCE_PER_STEP
 
     def _demand(
-        self, need: Need, edge: Edge, places: Mapping[tuple[int, int] | str, int], problem: Problem
+        self,
+        need: TensorUse,
+        edge: Edge,
+        places: Mapping[tuple[int, int] | str, int],
+        problem: Problem,
     ) -> Demand:
         tensor, count = self.needs[need]
         nodes, sources = problem.nodes, problem.sources

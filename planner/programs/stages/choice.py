@@ -26,7 +26,7 @@ from autopar.planner.costs.steps.stage_load import norm_seconds
 from autopar.planner.costs.steps.step import tied_seconds
 from autopar.planner.programs.solver import NOTHING_SOLVED, SolverReport
 from autopar.planner.programs.stages.cut_bounds import Column, Columns, CutBounds, cut_bounds
-from autopar.planner.programs.stages.divisible import Divided, Divisible
+from autopar.planner.programs.stages.divisible import DividedLayers, Divisible
 from autopar.planner.programs.stages.mixes import even_cut, least_seconds, moved_cuts, nearest_cut
 from autopar.planner.programs.stages.modes import CutAnswer, CutFilter, CutPricer, PricedCut
 from autopar.planner.programs.stages.program import StageProgram
@@ -317,7 +317,7 @@ def _in_whole_numbers(chooser: Chooser, bound_seconds: float) -> float:
     return divided.bound_seconds + chooser.once
 
 
-def _divided(chooser: Chooser) -> Divided:
+def _divided(chooser: Chooser) -> DividedLayers:
     """Return the lower bound with divisible layers."""
     return chooser.divisible().solve(
         enough_seconds=chooser.aim - chooser.once,

@@ -56,7 +56,7 @@ _WEIGHTS = KINDS.index(ActionKind.WEIGHT_GRADIENT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Divided:
+class DividedLayers:
     """The number of layers of each stage, with fractions, and a lower bound.
 
     `lengths` is empty if nothing fits, or nothing was found.
@@ -102,7 +102,9 @@ class Divisible:
         ]
         self._keep_memory(one.row_at(one.likely) for one in self._memories)
 
-    def solve(self, *, enough_seconds: float, most_simulated: int, hasty: bool = False) -> Divided:
+    def solve(
+        self, *, enough_seconds: float, most_simulated: int, hasty: bool = False
+    ) -> DividedLayers:
         """Return the optimum, or a bound of it that suffices.
 
         With `hasty`, it stops if the bound rises too slowly to suffice in the end.
@@ -117,7 +119,7 @@ class Divisible:
             if found is None:
                 break
             if found == float("inf"):
-                return Divided(lengths=(), bound_seconds=found)
+                return DividedLayers(lengths=(), bound_seconds=found)
             raised = found * self.unit - bound
             bound = max(bound, found * self.unit)
             if bound >= enough_seconds:
@@ -127,9 +129,9 @@ class Divisible:
             is_far = hasty and is_begun and bound + self._left * raised < enough_seconds
             if is_far or not self._tighten():
                 break
-        return Divided(lengths=lengths, bound_seconds=bound)
+        return DividedLayers(lengths=lengths, bound_seconds=bound)
 
-    def solve_whole(self, *, below_seconds: float) -> Divided:
+    def solve_whole(self, *, below_seconds: float) -> DividedLayers:
         """Return a lower bound with whole numbers of layers on each rank.
 
         It is at most `below_seconds`: the program looks only for cuts below that.
@@ -146,7 +148,7 @@ class Divisible:
             lengths = self._lengths()
             if not self._tighten():
                 break
-        return Divided(lengths=lengths, bound_seconds=min(bound, below_seconds))
+        return DividedLayers(lengths=lengths, bound_seconds=min(bound, below_seconds))
 
     def _lengths(self) -> tuple[float, ...]:
         return tuple(float(self.program.values(own.columns).sum()) for own in self.parts)

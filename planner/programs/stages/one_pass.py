@@ -33,7 +33,7 @@ class _Mode:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Ways:
+class _Combinations:
     """Combinations for the first layers: cost, saved bytes, and each layer's mode."""
 
     taken: MixFloats
@@ -64,14 +64,18 @@ def lightest_mix(question: StageQuestion, kind: int, content: Content) -> Mixes:
     return _mixes(question, kind, content, ways).taken(np.array([int(np.argmin(ways.taken))]))
 
 
-def _unbeaten_ways(question: StageQuestion, kind: int, content: Content, taking: _Taking) -> _Ways:
-    ways = _Ways(taken=np.zeros(1), saved=np.zeros(1), modes=np.zeros((1, 0), dtype=np.int64))
+def _unbeaten_ways(
+    question: StageQuestion, kind: int, content: Content, taking: _Taking
+) -> _Combinations:
+    ways = _Combinations(
+        taken=np.zeros(1), saved=np.zeros(1), modes=np.zeros((1, 0), dtype=np.int64)
+    )
     for modes in _layers(question, kind, content):
         every = [_extended(ways, place, one, taking) for place, one in enumerate(modes)]
         taken = np.concatenate([one.taken for one in every])
         saved = np.concatenate([one.saved for one in every])
         kept = _unbeaten(taken, saved)
-        ways = _Ways(
+        ways = _Combinations(
             taken=taken[kept],
             saved=saved[kept],
             modes=np.concatenate([one.modes for one in every])[kept],
@@ -79,11 +83,11 @@ def _unbeaten_ways(question: StageQuestion, kind: int, content: Content, taking:
     return ways
 
 
-def _extended(ways: _Ways, place: int, mode: _Mode, taking: _Taking) -> _Ways:
+def _extended(ways: _Combinations, place: int, mode: _Mode, taking: _Taking) -> _Combinations:
     """Return the combinations with one more layer in one mode."""
     saved = ways.saved + mode.saved_bytes
     column = np.full((len(saved), 1), place, dtype=np.int64)
-    return _Ways(
+    return _Combinations(
         taken=taking(ways.taken, saved, mode),
         saved=saved,
         modes=np.concatenate([ways.modes, column], axis=1),
@@ -120,7 +124,7 @@ def _layers(question: StageQuestion, kind: int, content: Content) -> Sequence[Se
     ]
 
 
-def _mixes(question: StageQuestion, kind: int, content: Content, ways: _Ways) -> Mixes:
+def _mixes(question: StageQuestion, kind: int, content: Content, ways: _Combinations) -> Mixes:
     """Return the combinations as numbers of layers per class and mode."""
     classes, own = np.array(content), dict.fromkeys(content)
     columns, counts, again = [], [], []

@@ -111,7 +111,7 @@ class SavedPiece:
 def pieces_by_name(form: SavedForm) -> Mapping[str, tuple[SavedPiece, ...]]:
     """Return the pieces of each tensor that the files contain completely."""
     names = {view.memory: name for name, view in form.sources.items()}
-    taking, found = _Taking(form), defaultdict[str, list[SavedPiece]](list)
+    taking, found = _TensorTracer(form), defaultdict[str, list[SavedPiece]](list)
     for tensor in form.tensors:
         for piece in taking.pieces(tensor):
             found[names[piece.view.memory]].append(piece)
@@ -135,7 +135,7 @@ class _TakenBox:
     view: View
 
 
-class _Taking:
+class _TensorTracer:
     """Traces tensors of files back to the tensors of the model."""
 
     def __init__(self, form: SavedForm) -> None:
