@@ -245,10 +245,10 @@ class Constant:
 
 
 class StateChange(StrEnum):
-    """Whether a module call changes Python state (an attribute, a list, a global), and how long."""
+    """Whether a call of a module changes Python state: an attribute, a list or a global."""
 
     NOTHING = ""
-    BEHIND = "behind"
+    BEHIND = "behind"  # the change remains after the step
     FOR_A_WHILE = "for a while"  # other code undoes the change in the same step
 
 

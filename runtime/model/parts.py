@@ -94,10 +94,10 @@ def keep_apart(module: nn.Module) -> None:
     its class: parameters, buffers and names stay as they are.
     """
     kind = class_with_forward(module)
-    module.__class__ = type(f"Apart{kind.__name__}", (_SafeModule, kind), {})
+    module.__class__ = type(f"Apart{kind.__name__}", (_CopyingModule, kind), {})
 
 
-class _SafeModule(nn.Module):
+class _CopyingModule(nn.Module):
     """A module that does not write to its inputs, and whose outputs may be written to."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

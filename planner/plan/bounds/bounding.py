@@ -2,9 +2,9 @@
 
 The bounds use facts about layouts inside layers: those of one layout solution, or lower limits over
 all of them.
-Unsolved layouts take at least the time of the fastest layouts, or of each op's fastest split. They
-hold, send, update and recompute at least the total of the unsplit layers, divided evenly by the
-tensor ranks.
+A layer in unsolved layouts takes at least the time of its fastest layouts, or, if these are
+unsolved, of its ops in each one's fastest split. It holds, sends, updates and recomputes at least
+what the unsplit layer does, divided evenly by the tensor ranks.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ class LayerKey:
     microbatch: int
     compile: Compile
     solution: int  # index in the Pareto front of layouts
-    is_one_stage: bool  # so that tied parameters are held once
+    is_one_stage: bool  # then layers that share a parameter are on one rank, which stores it once
     # if given: of the layouts about as good as the solution, those with the fewest printed lines
     lines: LinePrice | None = None
 
@@ -121,9 +121,8 @@ class Prices:
     recall: Callable[[LayoutKey], StoredPrices | None] = lambda _: None
     pricers: dict[tuple[RowShare, Compile], OpPricer] = field(default_factory=dict)
     by_key: dict[LayoutKey, LayoutPrices] = field(default_factory=dict)
-    _recalled: dict[LayoutKey, int] = field(
-        default_factory=dict
-    )  # the sizes when they were recalled
+    # the sizes of recalled prices before this process adds more
+    _recalled: dict[LayoutKey, int] = field(default_factory=dict)
 
     def at(self, key: LayoutKey) -> LayoutPrices:
         """Return the prices of a key; the caller adds more to them."""

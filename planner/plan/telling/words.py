@@ -218,7 +218,7 @@ def narrowed_buffers(plan: Plan) -> tuple[Buffer, ...]:
 
 
 def narrowed_buffers_note(plan: Plan) -> str:
-    """Return which fp32 buffers are held in 16 bits, and the effect, or ""."""
+    """Return which fp32 buffers the plan stores in 16 bits, and what that changes, or ""."""
     found, precision = narrowed_buffers(plan), plan.arrangement.precision
     if not found:
         return ""
@@ -280,7 +280,7 @@ def rows_meet(met: Op) -> str:
 
 
 def nearly_a_mean(graph: Graph) -> Op | None:
-    """Return the op because of which the loss is only nearly the mean of its parts' losses."""
+    """Return the op that keeps the loss of a batch from being exactly the mean of its parts'."""
     loss = loss_of_parts(graph)
     return loss.op if loss.follows is Follows.NEARLY else None
 
