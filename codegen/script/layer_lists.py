@@ -242,7 +242,7 @@ def float8_call(plan: Plan, subject: PlannedSubject, part: str) -> Source:
 
 
 def heads_in(layers: Collection[str], subject: PlannedSubject) -> tuple[str, ...]:
-    """Return the nn.Linear modules in some layers whose products are the last before the loss."""
+    """Return the paths of modules in `layers` that compute the last products before the loss."""
     calls, last = subject.graph.calls, last_products(subject.graph)
     called = (calls[op.call] for op in subject.graph.ops if op.name in last and op.call in calls)
     paths = dict.fromkeys(one.path for one in called if one.class_name == LINEAR)

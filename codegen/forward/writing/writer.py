@@ -190,9 +190,8 @@ def _target(pattern: Pattern, names: Mapping[LocalTensor, str]) -> str:
 
 def _to_be_named(statement: Statement) -> LocalTensor:
     """Return the value to name in a long statement: an operand of its outermost operation."""
-    is_bare = isinstance(
-        statement.line.expression, LocalTensor
-    )  # a return whose whole value is folded into it
+    # a return whose whole value is folded into it
+    is_bare = isinstance(statement.line.expression, LocalTensor)
     inner = statement.folded[:-1] if is_bare and len(statement.folded) > 1 else statement.folded
     return inner[-1]
 

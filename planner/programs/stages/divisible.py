@@ -16,9 +16,9 @@
 
 T is minimised. Rows of memory and chains are added when the optimum violates them: a rank's memory
 at its worst moment, and the longest chains (paths.py) of the schedule, simulated with the optimum's
-times. This ends when no chain is much longer than T − G. A chain is a lower bound for any times of
-stages. So chains that were found for other questions of this schedule (other layouts, other cuts)
-are looked through before the schedule is simulated again.
+times. This ends when no chain is much longer than T − G. A step is never
+shorter than any of its chains, whatever the stages' times. So chains that were found for other
+questions of this schedule (other layouts, other cuts) are tried before it is simulated again.
 """
 
 from __future__ import annotations
@@ -105,9 +105,9 @@ class Divisible:
     def solve(
         self, *, enough_seconds: float, most_simulated: int, hasty: bool = False
     ) -> DividedLayers:
-        """Return the optimum, or a bound of it that suffices.
+        """Return the optimum, or a lower bound of at least `enough_seconds`.
 
-        With `hasty`, it stops if the bound rises too slowly to suffice in the end.
+        With `hasty`, it stops if the bound rises too slowly to reach that.
         """
         for chain in first_chains(self.question.arrangement.schedule, self.question.shape):
             self._add_chain(chain)
