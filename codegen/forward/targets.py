@@ -1,4 +1,4 @@
-"""Prints, from the loss's ops, functions that count a batch's targets and compute its divisor."""
+"""Prints functions that count a batch's targets, and compute what the loss divides by."""
 
 from __future__ import annotations
 

@@ -194,7 +194,7 @@ class ResizedConstraints:
 
 
 def resized_constraints(plan: StoredPlan, devices: int) -> ResizedConstraints:
-    """Return a plan's constraints, its global batch, precision and float8, for other devices.
+    """Return constraints for other devices: a plan's, with its batch, precision and float8.
 
     Dropped are deadline and budget and, one by one, demands that leave no degrees for so many
     devices. The search reports any other demand that cannot be met.

@@ -128,7 +128,7 @@ def put_in_place(fresh: Location, place: Location, manifest: str) -> None:
 
 
 def give_up(place: Location) -> None:
-    """Mark a checkpoint as unfinished: if its removal is interrupted, it does not look broken."""
+    """Mark a checkpoint as unfinished before its removal, which may be interrupted halfway."""
     gone = _unfinished(place)
     with suppress(OSError):
         if isinstance(place, Path):
@@ -348,7 +348,7 @@ def _note(text: str, mesh: Mesh) -> None:
         say(f"note: {text}")
 
 
-def let_go(folder: Location, keep: int, keep_every: int | None) -> None:
+def remove_old_checkpoints(folder: Location, keep: int, keep_every: int | None) -> None:
     """Remove old and unfinished checkpoints.
 
     These checkpoints stay: each `keep_every`-th step's, the newest `keep` of the others, and the

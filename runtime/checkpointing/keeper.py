@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from autopar.runtime.checkpointing.claim import folder_of, opened
 from autopar.runtime.checkpointing.export import Exporting, export, exporting
-from autopar.runtime.checkpointing.finding import Checkpoint, let_go
+from autopar.runtime.checkpointing.finding import Checkpoint, remove_old_checkpoints
 from autopar.runtime.checkpointing.manifest import Moment
 from autopar.runtime.checkpointing.model_files import destination
 from autopar.runtime.checkpointing.owners import every_rank
@@ -189,7 +189,7 @@ class Keeper:
         """Write the trained weights of the whole model."""
         self._watch.end()
         self._garbage.end()
-        self._wish.let_go()
+        self._wish.restore_handlers()
         assert self._optimizer is not None
         assert self._recipe is not None
         if self._exporting is not None and (broken := self._broken()) is not None:
@@ -299,7 +299,7 @@ class Keeper:
         self._say(f"kept step {saved.step:,} in {folder} ({waited})")
         try:
             if self._mesh.rank == 0:
-                let_go(folder, self._options.keep, self._options.keep_every)
+                remove_old_checkpoints(folder, self._options.keep, self._options.keep_every)
         except OSError as error:
             self._say(f"note: older checkpoints are still there ({said(error)})")
 

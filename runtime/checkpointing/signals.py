@@ -87,7 +87,7 @@ class StopSignals:
         for one in self._before:
             signal.signal(one, signal.SIG_IGN)
 
-    def let_go(self) -> None:
+    def restore_handlers(self) -> None:
         """Restore the handlers that were installed before."""
         for one, handler in self._before.items():
             if handler is not None:  # None: the old handler was not installed by Python

@@ -218,7 +218,7 @@ class Bucket:
         buffer = self.allocate()
         if self.averaging.divides_first:
             buffer.mul_(1 / self.averaging.ranks)
-        self.let_go()
+        self.drop_gradients()
         self.coming = ComingMean(buffer, self.averaging)
 
     def _take_over(self) -> None:
@@ -229,7 +229,7 @@ class Bucket:
         if gradient.numel() == self.elements and gradient.is_contiguous():
             self.buffer, self.views = gradient.view(-1), (gradient,)
 
-    def let_go(self) -> None:
+    def drop_gradients(self) -> None:
         """Drop the parameters' .grad when their reduction begins, if the mean lies elsewhere."""
         if self.is_apart:
             here = (n for n, parameter in enumerate(self.parameters) if parameter.grad is not None)
