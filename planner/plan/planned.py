@@ -148,7 +148,7 @@ def _searched(
 
 
 def _prices_key(training: Training, key: LayoutKey) -> tuple[object, ...]:
-    """Return everything that these layouts and prices depend on, as their key in the cache."""
+    """Return the key in the cache: everything that the layouts and prices of `key` depend on."""
     asked = training.constraints
     return (*_priced(training), asked.precision, asked.float8, asked.compile, key)
 

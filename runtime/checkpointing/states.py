@@ -80,7 +80,7 @@ class SteppedTensor:
     piece: ParameterPiece | None
 
     def parts(self, key: str, value: Tensor) -> Iterator[LocalPart]:
-        """Yield a tensor with the target's shape as parts of a logical tensor."""
+        """Yield a tensor of the shape of `parameter` as parts of a logical tensor."""
         if self.piece is None:
             yield LocalPart(key=key, chunks=self.chunks, tensor=value)
         else:

@@ -267,7 +267,7 @@ def _by_dtype(tensors: list[Tensor]) -> list[list[Tensor]]:
     return list(groups.values())
 
 
-LEAST = 2.0**-10  # with a smaller scale, only gradients beyond 10^7 would overflow
+LEAST = 2.0**-10  # with a smaller scale, only gradients beyond 6·10^7 would overflow
 
 
 class LossScale:

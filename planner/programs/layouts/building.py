@@ -41,7 +41,7 @@ _Held = tuple[int, str, tuple[Layout, ...]]  # node, its tensor, the layout in e
 def keeps_of(
     nodes: Sequence[LayoutNode], pricer: LayoutPricer, memory_bytes: BytesOf
 ) -> Iterator[Keep]:
-    """Yield the tensors that ops of a layer keep for the backward, each with these ops.
+    """Yield the tensors that a layer keeps for the backward, each with the ops that keep it.
 
     Tensors that share memory count once. An op keeps its input in the layout that it needs: after
     a gather, it keeps the gathered copy.
