@@ -243,7 +243,7 @@ def _are_whole(sizes: list[JsonValue]) -> bool:
     return all(isinstance(size, int) and not isinstance(size, bool) for size in sizes)
 
 
-# For each field: the class of its rows, that of its objects, and of a mapping the key's attribute.
+# For each field: the classes of its rows and objects, and the attribute that is a mapping's key.
 _ROWS: Mapping[str, tuple[type[Any], type[Any], str]] = MappingProxyType(
     {
         "ops": (OpRow, Op, ""),

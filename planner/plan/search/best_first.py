@@ -94,9 +94,8 @@ def best_first(
     queue: list[tuple[float, int, Rank, int, SearchNode[Item] | FoundLeaf[Leaf]]] = []
     dive: list[tuple[int, float, Rank, int]] = []
     last: list[tuple[float, Rank, int]] = []
-    nodes: dict[
-        int, tuple[SearchNode[Item], float, int]
-    ] = {}  # waiting nodes, with their lower bounds and depths
+    # waiting nodes, with their lower bounds and depths
+    nodes: dict[int, tuple[SearchNode[Item], float, int]] = {}
     found: list[FoundLeaf[Leaf]] = []
     passed: list[FoundLeaf[Leaf]] = []
     unproved = float("inf")

@@ -1,4 +1,4 @@
-"""Runs a constructor in a recording, and builds models without memory."""
+"""Runs a constructor while its ops are recorded, and builds models without memory."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def new_objects_apart() -> Iterator[None]:
 def make_real(recording: ConstructorRecording, except_for: Collection[int]) -> None:
     """Give values to all recorded tensors, except those with these ids.
 
-    Such tensors may be plain attributes, or in lists, closures, caches or other objects. Each stays
+    The tensors may be plain attributes, or in lists, closures, caches or other objects. Each stays
     the same object, and shared memory stays shared.
     """
     gc.collect()  # unreachable tensors need no values
