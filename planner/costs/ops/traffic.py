@@ -108,10 +108,9 @@ def _backward_kernels(case: OpCase) -> Iterator[MovedBytes]:
 
     Most ops have one kernel. An elementwise product has one for each factor that needs a gradient:
     it reads the gradient of the result and the other factors, and writes as many bytes as the
-    result has.
-    A factor that was broadcast has a second kernel, a sum over rows. The gradients of parts are
-    joined, those of `unbind` stacked. If `unbind` reads a permuted tensor, the whole gradient is
-    copied back into the order of the tensor's memory.
+    result has. A factor that was broadcast has a second kernel, a sum over rows. The gradients of
+    parts are joined, those of `unbind` stacked. If `unbind` reads a permuted tensor, the whole
+    gradient is copied back into the order of the tensor's memory.
     """
     access, kind = case.memory.access, case.rule.kind
     if kind is OpKind.MULTIPLICATION:

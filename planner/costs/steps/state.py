@@ -129,7 +129,7 @@ def _part(size_bytes: int, ranks: int, is_divided: bool) -> int:
 
 
 def lasting_bytes(loads: Sequence[ParameterTotals], arrangement: Arrangement) -> int:
-    """Return what stages hold throughout a step: parameters, states, and copies of buckets."""
+    """Return what stages hold throughout a step: their state, and the copy of a bucket."""
     return sum(state_by_category(loads, arrangement)) + sent_bucket_bytes(loads, arrangement)
 
 
