@@ -213,9 +213,8 @@ class AvailableValues:
         self.axis = text(axis)
         self.sizes = ReadableSizes(self.split, self.axis)
         self.have: dict[str, Layout] = {}  # available tensor → the layout that it had first
-        self.same: dict[
-            LocalTensor, LocalTensor
-        ] = {}  # result of an op that does nothing or repeats another op → the equal value
+        # result of an op that does nothing, or repeats another op → the equal value
+        self.same: dict[LocalTensor, LocalTensor] = {}
         self.defined: set[LocalTensor] = set()
         self.arguments: dict[LocalTensor, str] = {}
         self.lines: list[Line] = []

@@ -90,9 +90,8 @@ class TraceRecording:
     templates: dict[Hashable, Template] = field(default_factory=dict)
     replays: dict[str, Template] = field(default_factory=dict)
     own_gradients: list[OwnGradient] = field(default_factory=list)
-    changed_state: dict[str, tuple[StateValue, ...]] = field(
-        default_factory=dict
-    )  # the Python state that each call changed
+    # the Python state that each call changed
+    changed_state: dict[str, tuple[StateValue, ...]] = field(default_factory=dict)
     modes: dict[str, bool] = field(default_factory=dict)  # of modules, before the step
     modes_set: set[str] = field(default_factory=set)  # calls of modules whose mode has changed
     at_end: frozenset[Any] = frozenset()  # comparable forms of all values after the step
@@ -126,13 +125,11 @@ class TraceRecording:
 
     def state_change(self, call: str) -> StateChange:
         """Return whether a call changed Python state, and whether the change outlives the step."""
-        left = self.changed_state.get(call, ())
-        stays = all(one.is_content or one.comparable in self.at_end for one in left)
-        return (
-            (StateChange.BEHIND if stays else StateChange.FOR_A_WHILE)
-            if left
-            else StateChange.NOTHING
-        )
+        changed = self.changed_state.get(call, ())
+        if not changed:
+            return StateChange.NOTHING
+        stays = all(one.is_content or one.comparable in self.at_end for one in changed)
+        return StateChange.BEHIND if stays else StateChange.FOR_A_WHILE
 
     def attribute_ids(self, call: str) -> Hashable:
         """Return the identities of a module's attributes, including its children's."""

@@ -111,9 +111,8 @@ class Structure:
 
     slots: Slots
     numbering: Numbering
-    needs: Mapping[
-        TensorUse, tuple[str, int]
-    ]  # each with a tensor, and the number of layers with it
+    # each use with its tensor, and the number of layers that have it
+    needs: Mapping[TensorUse, tuple[str, int]]
 
 
 def structure_of(graph: Graph, axes: GraphAxes, layers: Layers) -> Structure:
