@@ -156,7 +156,7 @@ def crossing_tensors(layers: Layers) -> frozenset[str]:
 def count_needs(
     graph: Graph, layers: Layers, slots: Slots, nodes: Numbering
 ) -> Mapping[TensorUse, tuple[str, int]]:
-    """Map each need to the first tensor that has it, and the number of layers with this need."""
+    """Map each use to the first tensor that is used so, and the number of layers with this use."""
     crossing = crossing_tensors(layers)
     counts: Counter[TensorUse] = Counter()
     tensors: dict[TensorUse, str] = {}

@@ -111,9 +111,9 @@ class SavedPiece:
 def pieces_by_name(form: SavedForm) -> Mapping[str, tuple[SavedPiece, ...]]:
     """Return the pieces of each tensor that the files contain completely."""
     names = {view.memory: name for name, view in form.sources.items()}
-    taking, found = _TensorTracer(form), defaultdict[str, list[SavedPiece]](list)
+    tracer, found = _TensorTracer(form), defaultdict[str, list[SavedPiece]](list)
     for tensor in form.tensors:
-        for piece in taking.pieces(tensor):
+        for piece in tracer.pieces(tensor):
             found[names[piece.view.memory]].append(piece)
     sizes = {name: math.prod(view.size) for name, view in form.sources.items()}
     return {name: own for name, one in found.items() if (own := _tiling(one, sizes[name]))}
