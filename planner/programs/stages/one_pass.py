@@ -42,7 +42,7 @@ class _Combinations:
 
 
 # (cost of the layers before, bytes saved with the next layer, its mode) → cost with it
-_Taking = Callable[[MixFloats, MixFloats, _Mode], MixFloats]
+_CostWith = Callable[[MixFloats, MixFloats, _Mode], MixFloats]
 
 
 def fitting_mixes(question: StageQuestion, kind: int, content: Content, room_bytes: float) -> Mixes:
@@ -65,7 +65,7 @@ def lightest_mix(question: StageQuestion, kind: int, content: Content) -> Mixes:
 
 
 def _unbeaten_ways(
-    question: StageQuestion, kind: int, content: Content, taking: _Taking
+    question: StageQuestion, kind: int, content: Content, taking: _CostWith
 ) -> _Combinations:
     ways = _Combinations(
         taken=np.zeros(1), saved=np.zeros(1), modes=np.zeros((1, 0), dtype=np.int64)
@@ -83,7 +83,7 @@ def _unbeaten_ways(
     return ways
 
 
-def _extended(ways: _Combinations, place: int, mode: _Mode, taking: _Taking) -> _Combinations:
+def _extended(ways: _Combinations, place: int, mode: _Mode, taking: _CostWith) -> _Combinations:
     """Return the combinations with one more layer in one mode."""
     saved = ways.saved + mode.saved_bytes
     column = np.full((len(saved), 1), place, dtype=np.int64)
