@@ -36,7 +36,7 @@ from autopar.runtime.checkpointing.model_files import (
     WeightsFile,
     check_destination,
     files_of_model,
-    told,
+    place_and_size,
     write_model,
 )
 from autopar.runtime.checkpointing.owners import overlaps
@@ -202,7 +202,7 @@ def export_weights(checkpoint: Checkpoint, path: Location) -> ExportedWeights:
             return full
 
         write_model(to, model, tensor_of)
-    return ExportedWeights(place=told(to, model), rounded=_rounded(checkpoint, entries))
+    return ExportedWeights(place=place_and_size(to, model), rounded=_rounded(checkpoint, entries))
 
 
 def _exported(checkpoint: Checkpoint) -> Mapping[str, ExportedWeight]:

@@ -106,7 +106,7 @@ def _check_collated(
 def _note_plain(
     maker: str, rows: Sequence[Mapping[str, Any]], file: ModelFile, tell: Callable[[str], None]
 ) -> None:
-    """Pass a note to `tell` if a row has another number than example_batch has for every row."""
+    """Call `tell` if example_batch has a plain number for a key, and a row has another number."""
     for key, plain in file.plain_entries().items():
         numbers = (row[key] for row in rows if key in row and _shape(row[key]) == [])
         other = next((one for one in numbers if not _is_same(one, plain)), None)

@@ -75,7 +75,7 @@ if TYPE_CHECKING:
 
 def cache_of(uses_cache: bool) -> Cache:
     """Return the user's cache, or a cache that keeps nothing."""
-    return Cache(cache_folder(), told=print_note) if uses_cache else NO_CACHE
+    return Cache(cache_folder(), notify=print_note) if uses_cache else NO_CACHE
 
 
 def traced_plan(plan: StoredPlan, folder: Path, *, uses_cache: bool = True) -> Plan:

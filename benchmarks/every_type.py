@@ -17,7 +17,7 @@ from pathlib import Path
 
 from autopar.planner.model.model_file import load_model_file
 from autopar.planner.trace.build import build
-from benchmarks.every_type_page import NOT_MADE, Place, page
+from benchmarks.every_type_page import NOT_MADE, CellKey, page
 from tests.field.cells import KINDS as FIELD_KINDS
 from tests.field.cells import Kind, Subject
 from tests.field.libraries import kinds_of, subject_of
@@ -68,7 +68,7 @@ def _wanted(names: Sequence[str]) -> Iterator[tuple[str, str]]:
         yield from ((task, one) for one in kinds_of(task) if kind in ("", one))
 
 
-def _cells(task: str, kind: str, names: Sequence[str]) -> Iterator[tuple[Place, Cell]]:
+def _cells(task: str, kind: str, names: Sequence[str]) -> Iterator[tuple[CellKey, Cell]]:
     plain, cached = subject_of(task, kind), subject_of(task, kind, cache=True)
     fault = _fault(plain)
     if fault:
@@ -96,9 +96,9 @@ def _fault(subject: Subject) -> str:
     return f"a step of {seconds:.1f} s" if seconds > _MOST_SECONDS else ""
 
 
-def kept_cells() -> Mapping[Place, Cell]:
+def kept_cells() -> Mapping[CellKey, Cell]:
     """Return the cells that earlier runs have left."""
-    found: dict[Place, Cell] = {}
+    found: dict[CellKey, Cell] = {}
     for line in CELLS.read_text(encoding="utf-8").splitlines() if CELLS.exists() else ():
         row = json.loads(line)
         task, kind, name = row.pop("place")

@@ -9,13 +9,13 @@ from typing import TypeAlias
 
 from tests.field.trial import Cell, ExitReason
 
-Place: TypeAlias = tuple[str, str, str]  # task, type, kind of plan
+CellKey: TypeAlias = tuple[str, str, str]  # task, type, kind of plan
 NOT_MADE = "not made"
 _LEAST_SHARE = 0.6
 _OTHERS = (ExitReason.REFUSED, ExitReason.TOLD, ExitReason.WRONG)
 
 
-def page(cells: Mapping[Place, Cell]) -> str:
+def page(cells: Mapping[CellKey, Cell]) -> str:
     """Return the page as Markdown."""
     tasks = list(dict.fromkeys(task for task, _, _ in cells))
     kinds = list(dict.fromkeys(kind for _, _, kind in cells if kind != NOT_MADE))
@@ -43,13 +43,11 @@ def page(cells: Mapping[Place, Cell]) -> str:
     return "\n".join(told) + "\n"
 
 
-def _row(task: str, cells: Mapping[Place, Cell], kinds: Sequence[str]) -> str:
-    own = {place: one for place, one in cells.items() if place[0] == task and place[2] != NOT_MADE}
-    types = {place[1] for place in own}
+def _row(task: str, cells: Mapping[CellKey, Cell], kinds: Sequence[str]) -> str:
+    own = {key: one for key, one in cells.items() if key[0] == task and key[2] != NOT_MADE}
+    types = {key[1] for key in own}
     verdicts = [one.verdict for one in own.values()]
-    counts = [
-        _count([own[place] for place in own if place[2] == kind], of=len(types)) for kind in kinds
-    ]
+    counts = [_count([own[key] for key in own if key[2] == kind], of=len(types)) for kind in kinds]
     numbers = [len(types), *counts, *map(verdicts.count, _OTHERS)]
     return f"| {task} | {' | '.join(map(str, numbers))} |"
 
@@ -68,7 +66,7 @@ def _count(cells: Sequence[Cell], *, of: int) -> str:
     return f"{count} ({divided})" if shares else count
 
 
-def _reasons(title: str, cells: Mapping[Place, Cell], verdict: ExitReason) -> Iterator[str]:
+def _reasons(title: str, cells: Mapping[CellKey, Cell], verdict: ExitReason) -> Iterator[str]:
     """Yield each reason once, with the types and kinds of plan that it applies to."""
     found = defaultdict[str, dict[str, list[str]]](lambda: defaultdict(list))
     for (task, kind, name), one in cells.items():
@@ -81,7 +79,7 @@ def _reasons(title: str, cells: Mapping[Place, Cell], verdict: ExitReason) -> It
         yield f"- {'; '.join(names)} — {reason}"
 
 
-def _not_made(cells: Mapping[Place, Cell]) -> Iterator[str]:
+def _not_made(cells: Mapping[CellKey, Cell]) -> Iterator[str]:
     by_task = defaultdict[str, list[str]](list)
     for task, kind, name in cells:
         if name == NOT_MADE:

@@ -49,10 +49,8 @@ def collective_rows(models: Sequence[Model]) -> list[CollectiveRow]:
     calls = list(dict.fromkeys((collective, size) for _, _, collective, size in wanted))
     cases = link_cases()
     taken = sample([*cases, *calls], backend=Backend.GLOO, ranks=RANKS)
-    seen, run = (
-        taken[: len(cases)],
-        taken[len(cases) :],
-    )  # a call may be one of the cases: run apart
+    # a call may be one of the cases: run apart
+    seen, run = taken[: len(cases)], taken[len(cases) :]
     seconds = {(one.collective, one.payload_bytes): one.seconds for one in run}
     net = net_of(seen, device_name="cpu", backend=Backend.GLOO, ranks=RANKS)
     shape = group_shape(MeasuredFile(nets=(net,)).on(plain), RANKS, 1)

@@ -103,9 +103,8 @@ def _traced_on_other_lengths(model: _Traced) -> Graph | None:
     known = lengths_found(model.cache, question)
     if known is not None:
         return known[0]
-    from autopar.planner.trace.lengths import (
-        with_other_lengths,
-    )  # rarely needed, and slow to import
+    # rarely needed, and slow to import
+    from autopar.planner.trace.lengths import with_other_lengths
 
     axes = infer_axes(model.graph)
     other = with_other_lengths(model.file, model.graph, axes, model.precision)

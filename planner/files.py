@@ -112,7 +112,7 @@ def check_format(table: Mapping[str, Any], known: int, *, what: str, where: str,
         )
 
 
-def told(error: ValidationError) -> list[str]:
+def validation_messages(error: ValidationError) -> list[str]:
     """Return pydantic's messages, each after its field's path (without the outermost name)."""
     return [
         f"{'.'.join(str(part) for part in one['loc'][1:] or one['loc'])}: {one['msg']}"

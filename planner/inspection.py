@@ -20,7 +20,7 @@ SHOWN = (Precision.FP32, Precision.BF16)  # fp16 has the figures of bf16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Both:
+class BytesByDtype:
     """A number of bytes in fp32 and in bf16."""
 
     fp32: int
@@ -38,17 +38,17 @@ class RunLine:
     parameters: int
     forward_flops: int
     backward_flops: int
-    saved_bytes: Both
-    moved_bytes: Both
+    saved_bytes: BytesByDtype
+    moved_bytes: BytesByDtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AxisLine:
-    """A logical axis: its size, and how many inputs and parameters have it."""
+    """A logical axis: its name and size, and how many tensors have it."""
 
     name: str
     size: str
-    parameters: int
+    tensors: int  # inputs and parameters that have it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +101,7 @@ class Inspection:
     conflicts: tuple[str, ...]
     forward_flops: int
     backward_flops: int
-    saved_bytes: Both
+    saved_bytes: BytesByDtype
     optimizer: str
     states: tuple[StateLine, ...]
     ops: int
@@ -136,7 +136,7 @@ def inspect_graph(graph: Graph, *, model: str, batch: int, optimizer: str) -> In
         conflicts=tuple(f"{c.op}: dim {c.dim} of {c.tensor}" for c in axes.conflicts),
         forward_flops=total.forward_flops,
         backward_flops=total.backward_flops,
-        saved_bytes=Both(fp32=total.saved_bytes, bf16=total_bf16.saved_bytes),
+        saved_bytes=BytesByDtype(fp32=total.saved_bytes, bf16=total_bf16.saved_bytes),
         optimizer=optimizer,
         states=tuple(_state(graph, precision) for precision in SHOWN),
         ops=len(graph.ops),
@@ -177,8 +177,8 @@ def _runs(graph: Graph, layers: Layers, fp32: Annotation, bf16: Annotation) -> t
                 parameters=sum(map(_count, own)),
                 forward_flops=work.forward_flops,
                 backward_flops=work.backward_flops,
-                saved_bytes=Both(fp32=work.saved_bytes, bf16=narrow.saved_bytes),
-                moved_bytes=Both(fp32=_moved(work), bf16=_moved(narrow)),
+                saved_bytes=BytesByDtype(fp32=work.saved_bytes, bf16=narrow.saved_bytes),
+                moved_bytes=BytesByDtype(fp32=_moved(work), bf16=_moved(narrow)),
             )
         )
     return tuple(lines)
@@ -198,7 +198,7 @@ def _axes(graph: Graph, axes: GraphAxes) -> tuple[AxisLine, ...]:
             for leaf in leaves(dim)
         }
         counts.update(pair for pair in found if not pair[0].isdigit())
-    return tuple(AxisLine(name=n, size=s, parameters=c) for (n, s), c in counts.most_common())
+    return tuple(AxisLine(name=n, size=s, tensors=c) for (n, s), c in counts.most_common())
 
 
 def _parameter_dims(graph: Graph, axes: GraphAxes) -> tuple[ParameterLine, ...]:

@@ -1,1 +1,1 @@
-"""The code that generated scripts import; it imports none of the other folders."""
+"""The code that a script imports; it imports none of the other folders."""

@@ -24,7 +24,7 @@ from autopar.planner.cluster.detected import (
 )
 from autopar.planner.cluster.file import parse_cluster
 from autopar.planner.cluster.sheet import local_devices
-from autopar.planner.cluster.told import (
+from autopar.planner.cluster.tool_output import (
     GPU_QUERY,
     KUBERNETES_QUERY,
     SLURM_QUERY,
@@ -269,10 +269,12 @@ def _ranks() -> tuple[tuple[FoundNode, ...], MeasuredLinks]:
     here = _here() if own.local_rank == 0 else None
     cpu = FoundNode(name=socket.gethostname(), kind="cpu", devices=1, memory_bytes=None)
     machine = replace(here or cpu, devices=max(own.local_world_size, here.devices if here else 0))
-    told: list[tuple[int, int, FoundNode]] = [(0, 0, machine)] * own.world_size
-    dist.all_gather_object(told, (own.node, own.local_rank, machine))
-    firsts = [rank for rank, (_, local, _) in enumerate(told) if local == 0]
-    inside = [(one, one + 1) for one in firsts if told[one + 1 : one + 2] and told[one + 1][1] == 1]
+    every: list[tuple[int, int, FoundNode]] = [(0, 0, machine)] * own.world_size
+    dist.all_gather_object(every, (own.node, own.local_rank, machine))
+    firsts = [rank for rank, (_, local, _) in enumerate(every) if local == 0]
+    inside = [
+        (one, one + 1) for one in firsts if every[one + 1 : one + 2] and every[one + 1][1] == 1
+    ]
     between = list(pairwise(firsts))
     links = [
         [pair_link(one, other, mesh.device.type) for one, other in pairs]
@@ -293,6 +295,6 @@ def _ranks() -> tuple[tuple[FoundNode, ...], MeasuredLinks]:
         for own_links in links
     )
     return (
-        tuple(told[one][2] for one in firsts),
+        tuple(every[one][2] for one in firsts),
         MeasuredLinks(inside=slow_inside, between=slow_between),
     )

@@ -136,7 +136,7 @@ def _rows_of_job(job: ScheduledJob) -> Iterator[tuple[str, str]]:
 
 
 def _state_text(found: RunStatus) -> str:
-    """Return the state, and since when nothing was written."""
+    """Return the state in words, and how long ago the last line was written."""
     if found.silent_seconds is None or found.is_over:
         return found.state
     return f"{found.state}, last line {timedelta(seconds=round(found.silent_seconds))} ago"

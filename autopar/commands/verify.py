@@ -219,14 +219,14 @@ def _tell_half(half: InHalf) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Smaller:
+class SmallerPlan:
     """The plan of a smaller model, and the splits of the larger model that it lacks."""
 
     plan: Plan
     unlike: tuple[str, ...]
 
 
-def smaller_plan(plan: Plan, folder: Path, arguments: Sequence[str]) -> Smaller:
+def smaller_plan(plan: Plan, folder: Path, arguments: Sequence[str]) -> SmallerPlan:
     """Return a plan for the model with other arguments, with the same degrees.
 
     Modules are split and recomputed as in the given plan, unless the smaller model cannot follow
@@ -253,7 +253,7 @@ def smaller_plan(plan: Plan, folder: Path, arguments: Sequence[str]) -> Smaller:
         found = planned(whole_constraints(plan, axes, layers))
     except (InputError, InfeasibleError):  # a smaller model may lack a module or an axis
         found = planned_by_degrees()
-    return Smaller(plan=found, unlike=tuple(sorted(_splits(plan) - _splits(found))))
+    return SmallerPlan(plan=found, unlike=tuple(sorted(_splits(plan) - _splits(found))))
 
 
 def _refusal(plan: Plan, arguments: Sequence[str], error: InfeasibleError) -> InfeasibleError:

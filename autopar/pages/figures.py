@@ -14,7 +14,7 @@ from autopar.planner.plan.plan import StoredPlan
 from autopar.planner.plan.telling.explanation import MEMORY_CATEGORIES, Explanation, term_percents
 from autopar.planner.plan.telling.timeline import (
     ACTION_WORDS,
-    HeldBytes,
+    MemoryRecord,
     Timeline,
     memory_over_step,
     timeline_of,
@@ -242,10 +242,10 @@ def _memory(plan: StoredPlan, why: Explanation) -> Figure:
         rows=tuple(
             (
                 str(rank),
-                *(bytes_text(held[one]) if held[one] else "0" for one in used),
-                bytes_text(sum(held.values())),
+                *(bytes_text(own[one]) if own[one] else "0" for one in used),
+                bytes_text(sum(own.values())),
             )
-            for rank, held in sorted(ranks.items())
+            for rank, own in sorted(ranks.items())
         ),
     )
 
@@ -253,7 +253,7 @@ def _memory(plan: StoredPlan, why: Explanation) -> Figure:
 def _memory_over_step(plan: StoredPlan, timeline: Timeline) -> Figure:
     factor, unit = unit_of(timeline.pipeline_seconds)
     drawn = _drawn_ranks(plan.arrangement.pipeline, _MOST_LINES)
-    held = [one for one in memory_over_step(plan, timeline) if one.rank in drawn]
+    records = [one for one in memory_over_step(plan, timeline) if one.rank in drawn]
     rows = [
         {
             "rank": f"rank {one.rank}",
@@ -261,7 +261,7 @@ def _memory_over_step(plan: StoredPlan, timeline: Timeline) -> Figure:
             "size": one.bytes / _GIB,
             "words": f"rank {one.rank}, {seconds_text(one.seconds)}: {bytes_text(one.bytes)}",
         }
-        for one in held
+        for one in records
     ]
     encoding = {
         "x": number("at", unit),
@@ -281,12 +281,12 @@ def _memory_over_step(plan: StoredPlan, timeline: Timeline) -> Figure:
             height=220,
         ),
         head=("rank", "least", "most"),
-        rows=tuple(_least_and_most(rank, held) for rank in drawn),
+        rows=tuple(_least_and_most(rank, records) for rank in drawn),
     )
 
 
-def _least_and_most(rank: int, held: Sequence[HeldBytes]) -> tuple[str, str, str]:
-    sizes = [one.bytes for one in held if one.rank == rank]
+def _least_and_most(rank: int, records: Sequence[MemoryRecord]) -> tuple[str, str, str]:
+    sizes = [one.bytes for one in records if one.rank == rank]
     return str(rank), bytes_text(min(sizes)), bytes_text(max(sizes))
 
 

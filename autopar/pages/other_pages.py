@@ -20,7 +20,7 @@ from autopar.planner.cluster.toml_reading import bandwidth_text, bytes_text, sec
 from autopar.planner.inspection import Inspection
 from autopar.planner.precision import Precision
 from autopar.planner.profile.measured import MeasuredFile, MeasuredOp
-from autopar.planner.profile.rounds import LeftOut
+from autopar.planner.profile.rounds import UnmeasuredOp
 from autopar.runtime.checkpointing.finding import best_of
 from autopar.runtime.ranks.locations import Location
 
@@ -135,7 +135,7 @@ def _layers_table(inspection: Inspection) -> Table:
 def _axes(inspection: Inspection) -> Table:
     table = _inspection_table("Logical axes", "axis", "size", "tensors that have it")
     for axis in inspection.axes:
-        table.add_row(axis.name, axis.size, str(axis.parameters))
+        table.add_row(axis.name, axis.size, str(axis.tensors))
     return table
 
 
@@ -192,7 +192,7 @@ _MOST_OPS = 12
 
 
 def profile_summary(
-    found: MeasuredFile, left_out: Sequence[LeftOut], *, seconds: float
+    found: MeasuredFile, left_out: Sequence[UnmeasuredOp], *, seconds: float
 ) -> Mapping[str, object]:
     """Return the profile's summary as JSON data."""
     return {
@@ -208,7 +208,7 @@ def profile_summary(
 
 
 def profile_page(
-    found: MeasuredFile, left_out: Sequence[LeftOut], *, seconds: float
+    found: MeasuredFile, left_out: Sequence[UnmeasuredOp], *, seconds: float
 ) -> Iterator[RenderableType]:
     """Yield the page of `autopar profile`."""
     yield f"{len(found.ops)} ops measured in {seconds_text(seconds)}"
@@ -274,7 +274,7 @@ def _net_table(found: MeasuredFile) -> Table:
     return table
 
 
-def _left_out_table(left_out: Sequence[LeftOut]) -> Table:
+def _left_out_table(left_out: Sequence[UnmeasuredOp]) -> Table:
     table = plain_table("not measured: formulas price these", "op", "reason", "shapes", left=2)
     reasons = Counter((one.probe.key.target, one.reason) for one in left_out)
     for (target, reason), count in reasons.most_common():

@@ -191,7 +191,7 @@ def trained(command: Sequence[str], folder: Path, metrics: Path, nodes: Nodes) -
     return _with_reason(end, ended, lines, folder, since) if state is RunState.FAILED else end
 
 
-def ended_as(ended: Ended, lines: Sequence[dict[str, Any]]) -> RunState:
+def ended_as(ended: ProcessEnd, lines: Sequence[dict[str, Any]]) -> RunState:
     """Return the final state of a run, from torchrun's end and the metrics since the start.
 
     The exit code of torchrun alone shows neither a finished nor a preempted training.
@@ -203,14 +203,14 @@ def ended_as(ended: Ended, lines: Sequence[dict[str, Any]]) -> RunState:
     return RunState.INTERRUPTED if ended.is_signalled else RunState.FAILED
 
 
-def _as_returned(ended: Ended) -> RunState:
+def _as_returned(ended: ProcessEnd) -> RunState:
     if ended.code == 0:
         return RunState.FINISHED
     return RunState.INTERRUPTED if ended.is_signalled else RunState.FAILED
 
 
 def _with_reason(
-    end: End, ended: Ended, lines: Sequence[dict[str, Any]], folder: Path, since: float
+    end: End, ended: ProcessEnd, lines: Sequence[dict[str, Any]], folder: Path, since: float
 ) -> End:
     """Return the end of a failed run, with the message of its ranks."""
     ranks = Ranks.of(folder / LOGS, since=since)
@@ -238,7 +238,7 @@ ENVIRONMENT: Mapping[str, str] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
+class ProcessEnd:
     """The end of a torchrun process."""
 
     code: int
@@ -251,7 +251,7 @@ def torchrun_text(arguments: Sequence[str]) -> str:
     return shlex.join(["torchrun", *arguments])
 
 
-def launch(arguments: Sequence[str]) -> Ended:
+def launch(arguments: Sequence[str]) -> ProcessEnd:
     """Run torchrun, as a module of this Python, until it ends."""
     token = uuid4().hex
     environment = {**ENVIRONMENT, **os.environ, RUN_TOKEN: token}
@@ -265,7 +265,7 @@ def launch(arguments: Sequence[str]) -> Ended:
     with _passing_on(process, token) as signals:
         code = process.wait()
         leftovers = _end_leftovers(token)
-    return Ended(code=code, is_signalled=bool(signals), leftovers=leftovers)
+    return ProcessEnd(code=code, is_signalled=bool(signals), leftovers=leftovers)
 
 
 def script_help(script: Path) -> int:

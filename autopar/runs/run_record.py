@@ -20,13 +20,13 @@ from autopar.codegen.script.render import FILE_NAME as SCRIPT_NAME
 from autopar.codegen.script.render import is_of_another_plan, is_unchanged
 from autopar.console import print_note
 from autopar.planner.errors import AutoparError, ExitCode, InputError
-from autopar.planner.files import SomeSeconds, damaged, read_given, told, write_whole
+from autopar.planner.files import SomeSeconds, damaged, read_given, validation_messages, write_whole
 from autopar.planner.model.model_file import model_path
 from autopar.planner.plan.again import machines_like, resized_constraints
 from autopar.planner.plan.files.document import FILE_NAME, read_plan, write_plan
 from autopar.planner.plan.plan import StoredPlan
 from autopar.planner.plan.traced import check_unchanged, model_spec
-from autopar.runtime.checkpointing.claim import is_held
+from autopar.runtime.checkpointing.claim import is_claimed
 from autopar.runtime.ranks.locations import Location, location
 from autopar.runtime.ranks.metrics import parsed
 from autopar.runtime.texts import masked
@@ -100,7 +100,7 @@ class RunRecord:
 
     def as_seen_now(self, folder: Path) -> RunRecord:
         """Return the record, with the state KILLED if the run's process has gone."""
-        is_gone = self.state is RunState.RUNNING and not is_held(folder)
+        is_gone = self.state is RunState.RUNNING and not is_claimed(folder)
         return replace(self, state=RunState.KILLED) if is_gone else self
 
 
@@ -147,7 +147,7 @@ def read_record(folder: Path, *, name: str = RECORD) -> RunRecord | None:
     try:
         record = _RecordFile.model_validate_json(json.dumps({"record": content})).record
     except ValidationError as error:
-        raise _damaged(told(error), path) from None
+        raise _damaged(validation_messages(error), path) from None
     return record.as_seen_now(folder)
 
 

@@ -13,14 +13,14 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from autopar.planner.cluster.told import fields_in
+from autopar.planner.cluster.tool_output import fields_in
 from autopar.planner.errors import InputError
 from autopar.planner.plan.files.document import FILE_NAME as PLAN_NAME
 from autopar.planner.plan.files.document import read_plan
 from autopar.runs.run_folder import CHECKPOINTS, RUNS
 from autopar.runs.run_metrics import last_step, lines_of, steady_steps
 from autopar.runs.run_record import METRICS, RunState, read_record, runs_in
-from autopar.runtime.checkpointing.claim import is_held
+from autopar.runtime.checkpointing.claim import is_claimed
 from autopar.runtime.checkpointing.finding import checkpoints_in, step_of
 from autopar.runtime.ranks.locations import Location, location
 from autopar.runtime.ranks.metrics import Event
@@ -79,7 +79,7 @@ class RunStatus:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more will happen by itself."""
+        """Whether the training has ended, and no job waits to go on with it."""
         waits = self.job is not None and self.job.state in _WAITING
         return not waits and self.state not in (RunState.RUNNING, _NOT_BEGUN)
 
@@ -132,7 +132,7 @@ def _state_of(lines: Sequence[dict[str, Any]], checkpoints: Location) -> str:
     ended = _OF_EVENTS.get(_last_event(lines))
     if ended is not None:
         return str(ended)
-    is_running = is_held(checkpoints) if checkpoints.is_dir() else True
+    is_running = is_claimed(checkpoints) if checkpoints.is_dir() else True
     return str(RunState.RUNNING if is_running else RunState.KILLED)
 
 

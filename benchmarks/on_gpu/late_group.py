@@ -36,9 +36,8 @@ _REDUCTIONS: dict[Any, Callable[[Tensor], Tensor]] = {
 }
 
 _Group: Any = dist.ProcessGroup  # whose annotations differ from version to version
-Moved = Callable[
-    [Sequence[Tensor]], Sequence[Tensor]
-]  # copies of inputs on the CPU → results there
+# copies of inputs on the CPU → results there
+Moved = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
 
 def register(device: str) -> None:

@@ -65,7 +65,7 @@ class Report:
                 yield f"| {' | '.join(texts)} |"
 
 
-def told(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """Return the first and the last lines of an error, in one."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return " ⏎ ".join(dict.fromkeys((lines[0], *lines[-3:])))[:600]

@@ -18,7 +18,7 @@ from tempfile import TemporaryDirectory
 from benchmarks.on_gpu.context import Context
 from benchmarks.on_gpu.kernels import short
 from benchmarks.on_gpu.planned import Case, Planned, device_here, planned, planned_by_profile
-from benchmarks.on_gpu.report import Cell, Row, told
+from benchmarks.on_gpu.report import Cell, Row, error_text
 from benchmarks.on_gpu.sides import Job, Taken, taken
 
 SAME_LOSS = 0.01  # relative, in bf16, after a few steps
@@ -68,7 +68,7 @@ def rows_of(
                 job = _job(case, Path(places[case]), is_tiny=context.tiny)
                 yield from _rows_of_case(context, case, found, job, sides, scripts)
             except Exception as error:
-                yield Row(table=TABLE, cells={"model": case.name, "error": told(error)})
+                yield Row(table=TABLE, cells={"model": case.name, "error": error_text(error)})
         for case in cases:
             if case.is_profiled:
                 yield from _profiled_rows(context, case, scripts.get(case.name))
@@ -97,7 +97,9 @@ def _rows_of_case(
         try:
             one = context.fresh(taken, side, job, seconds=_MOST_SECONDS)
         except Exception as error:
-            yield Row(table=TABLE, cells={"model": case.name, "side": side, "error": told(error)})
+            yield Row(
+                table=TABLE, cells={"model": case.name, "side": side, "error": error_text(error)}
+            )
             continue
         if side.startswith("script"):
             scripts.setdefault(case.name, one)
@@ -117,7 +119,7 @@ def _profiled_rows(context: Context, case: Case, own: Taken | None) -> Iterator[
     try:
         measured = context.fresh(planned_by_profile, case, device, seconds, seconds=90)
     except Exception as error:
-        cells = {"model": case.name, "by": "profile", "error": told(error)}
+        cells = {"model": case.name, "by": "profile", "error": error_text(error)}
         yield Row(table=PREDICTED, cells=cells)
     else:
         yield from _predicted_rows(case, measured, own, "profile")

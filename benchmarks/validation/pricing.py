@@ -173,7 +173,7 @@ def _costs(
     for layer, own in zip(found.layers.layers, layouts, strict=True):
         costs = layer_costs(
             pricer, layer, own, degree=kind.shape.ranks, shape=kind.shape, parameters=parameters,
-            outside=dict(outside), shared=SharedWeights(held=frozenset(held)),
+            outside=dict(outside), shared=SharedWeights(counted=frozenset(held)),
         )  # fmt: skip
         for op, layout in zip(layer.ops, own, strict=True):
             outside.update(zip(op.outputs, layout.gives, strict=True))

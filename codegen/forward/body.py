@@ -35,7 +35,7 @@ from autopar.codegen.text.expressions import (
     text,
     with_numbers,
 )
-from autopar.codegen.text.lines import Body, Line, Repeats
+from autopar.codegen.text.lines import Body, ComputedValues, Line
 from autopar.planner.errors import InputError
 from autopar.planner.graph.layouts import PARTIAL, Layout, LayoutKind
 from autopar.planner.graph.ops import ONE, Extent, Op, Ref, TensorOrigin
@@ -182,7 +182,7 @@ class BodyBuilder(AvailableValues):
     ) -> None:
         super().__init__(opening, scope, axis=axis, ops=ops)
         self.loss_weights = f'batch["{LOSS_WEIGHTS}"]' if scope == LOSS else LOSS_WEIGHTS
-        self.repeats = Repeats(self.graph)
+        self.repeats = ComputedValues(self.graph)
         self.called: set[str] = set()
         self.in_functions: set[str] = set()  # ops that printed calls of plain functions run
 

@@ -14,7 +14,7 @@ from autopar.codegen.forward.reading.modules import (
     named_functions,
     size_reading_functions,
 )
-from autopar.codegen.forward.scope import AvailableValues, NeedsInlineError
+from autopar.codegen.forward.scope import AvailableValues, PrintAgainError
 from autopar.codegen.text.expressions import (
     Expression,
     LocalTensor,
@@ -25,7 +25,7 @@ from autopar.codegen.text.expressions import (
     sequence,
     text,
 )
-from autopar.codegen.text.lines import Line, Pattern, held_in
+from autopar.codegen.text.lines import Line, Pattern, values_in
 from autopar.planner.errors import InputError
 from autopar.planner.graph.layouts import WHOLE, Layout, LayoutKind
 from autopar.planner.graph.ops import (
@@ -285,7 +285,7 @@ def call_line(unit: str, body: AvailableValues) -> Line:
         is_random=any(is_split_random(op, body.split) for op in draws),
         hint=record.path.rpartition(".")[2],
         names=tuple(
-            body.tree.names_in(body.scope, held.tensor, without=unit) for held in held_in(results)
+            body.tree.names_in(body.scope, one.tensor, without=unit) for one in values_in(results)
         ),
         module=record.path,
         arguments=tuple(arguments),
@@ -314,7 +314,7 @@ def _target(unit: str, body: AvailableValues) -> SourceForm:
     record = body.graph.calls[unit]
     if not record.is_function:
         if body.owner.within(record.path) is None:
-            raise NeedsInlineError.for_module(record.path, body.scope)
+            raise PrintAgainError.for_module(record.path, body.scope)
         return SourceForm(tuple(body.owner.path(record.path).parts))
     owner = body.split.modules.get(record.path.rpartition("/")[0])
     if owner is None or all(one.name != record.class_name for one in owner.functions):
@@ -362,14 +362,14 @@ def _argument(value: Value, unit: str, body: AvailableValues, other: Value) -> E
 def _object(value: Value, unit: str, body: AvailableValues) -> Expression:
     """Print a string, or an object: a module of the owner by its path, any other one as None."""
     if is_mapping(value):
-        raise NeedsInlineError(unit, reason="a mapping that is no dict")
+        raise PrintAgainError(unit, reason="a mapping that is no dict")
     for name in objects(value):
         if name.startswith(MODULE):
             available = body.owner.within(name.removeprefix(MODULE))
             if available is not None:
                 return body.owner.path(available)
         if unit not in body.opening.opened:
-            raise NeedsInlineError(unit, reason=f"it takes a {name}", lacks_argument=True)
+            raise PrintAgainError(unit, reason=f"it takes a {name}", lacks_argument=True)
         return literal(None)
     assert isinstance(value, (str, complex))
     return literal(value)
@@ -379,10 +379,10 @@ def _handed(tensor: str, unit: str, body: AvailableValues) -> Expression:
     origin = body.graph.tensors[tensor].origin if tensor in body.graph.tensors else None
     if origin is None:  # the loss does not depend on it, so it is not computed
         if unit not in body.opening.opened:
-            raise NeedsInlineError(unit, reason=f"it takes {tensor}", lacks_argument=True)
+            raise PrintAgainError(unit, reason=f"it takes {tensor}", lacks_argument=True)
         return literal(None)
     if origin in (TensorOrigin.OP, TensorOrigin.INPUT) and tensor not in body.have:
-        raise NeedsInlineError(unit)
+        raise PrintAgainError(unit)
     return body.value(tensor, body.opening.entry(unit, tensor))
 
 
@@ -395,6 +395,6 @@ def _pattern(value: Value, unit: str, body: AvailableValues) -> Pattern:
     value = as_tuple(value)
     if isinstance(value, tuple):
         if is_mapping(value):
-            raise NeedsInlineError(unit)
+            raise PrintAgainError(unit)
         return tuple(_pattern(item, unit, body) for item in value)
     return None

@@ -12,7 +12,7 @@ from autopar.codegen.forward.opened import CrossingTensor, bind_batch, returned
 from autopar.codegen.forward.opening.opening import Opening, splits_rows
 from autopar.codegen.forward.reading.forward_source import LOSS, as_tuple, is_mapping, pairs
 from autopar.codegen.forward.reading.modules import Argument, Module
-from autopar.codegen.forward.scope import NeedsInlineError
+from autopar.codegen.forward.scope import PrintAgainError
 from autopar.codegen.forward.writing.writer import Style, written
 from autopar.codegen.text.expressions import (
     Expression,
@@ -92,14 +92,14 @@ _Parameter = inspect.Parameter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Printed:
+class PrintedForward:
     """The forward of an opened call: its source, and whether it uses the tensor axis."""
 
     lines: tuple[str, ...]
     uses_axis: bool
 
 
-def printed_forward(opening: Opening, call: str) -> Printed:
+def printed_forward(opening: Opening, call: str) -> PrintedForward:
     """Return the printed forward of an opened call, with the signature of the original."""
     record = opening.split.graph.calls[call]
     module = opening.split.modules[record.path]
@@ -120,12 +120,12 @@ def forward(
     *,
     docstring: str,
     slice_text: str | None = None,
-) -> Printed:
+) -> PrintedForward:
     """Return the lines of a forward, indented as a method."""
     style = Style(axis="self.tensor", indent=8, slice_text=slice_text)
     lines = written(body, builder.owner, style)
     head = wrapped_definition("forward", ["self", *signature], module.returns, indent=4)
-    return Printed(
+    return PrintedForward(
         lines=(*head, f'        """{docstring}"""', *lines),
         uses_axis="self.tensor" in "\n".join(lines),
     )
@@ -207,14 +207,14 @@ def _pattern(builder: BodyBuilder, value: Value, name: str) -> Pattern:
         layout = builder.opening.entry(builder.scope, value.tensor)
         return LocalTensor(value.tensor, layout)
     if is_mapping(value) and any(refs(value)):
-        raise NeedsInlineError(builder.scope, reason=f"{name} has a mapping")
+        raise PrintAgainError(builder.scope, reason=f"{name} has a mapping")
     if isinstance(value, tuple):
         return tuple(_pattern(builder, item, name) for item in value)
     return None
 
 
 def class_source(
-    name: str, base: str, docstring: str, printed: Printed, *, fields: Sequence[str] = ()
+    name: str, base: str, docstring: str, printed: PrintedForward, *, fields: Sequence[str] = ()
 ) -> str:
     """Return a class with one method, and annotations of attributes that the script sets."""
     lines = [f"class {name}({base}):", f'    """{docstring}"""', ""]

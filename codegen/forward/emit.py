@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.codegen.forward.classes import (
-    Printed,
+    PrintedForward,
     base_name,
     class_source,
     described,
@@ -27,7 +27,7 @@ from autopar.codegen.forward.opening.opening import Opening, splits_rows, with_o
 from autopar.codegen.forward.reading.forward_source import LOSS, ROOT, CallTree, call_tree, is_plain
 from autopar.codegen.forward.reading.modules import Imported, is_free, named_functions
 from autopar.codegen.forward.reading.split import SplitGraph
-from autopar.codegen.forward.scope import NeedsInlineError
+from autopar.codegen.forward.scope import PrintAgainError
 from autopar.codegen.forward.stages import printed_stages
 from autopar.codegen.forward.targets import printed_divisor, valid_targets, weighed_terms
 from autopar.codegen.text.lines import imports_of
@@ -43,14 +43,15 @@ def opened_classes(
 ) -> OpenedSource:
     """Return the classes, stages and functions that a plan's script defines.
 
-    With `is_evaluated` the loss has weights even if a step has only one microbatch, because an
-    evaluation averages over several.
+    With `is_evaluated`, the terms of the loss are weighted even if a step has one microbatch,
+    because an evaluation averages over several microbatches.
     """
     split = replace(split, has_metrics=has_metrics)
     stages = sorted(plan.stages, key=lambda stage: stage.first)
     if plan.arrangement.data * plan.arrangement.microbatches > 1 or is_evaluated:
         split = replace(split, weighed=tuple(op.name for op in weighed_terms(split.graph)))
-    # valid_targets() counts in all rows; without it, a tensor rank may get only rows that it reads
+    # The script's count of valid targets needs all rows of a batch. Without such a count, a tensor
+    # rank is given only the rows that its ops read.
     if valid_targets(split, call_tree(split.graph)) is None:
         split = with_own_rows(split)
     return open_split(split, [stage.count for stage in stages], called=_recomputed(plan, split))
@@ -84,8 +85,8 @@ def open_split(
     while True:
         try:
             return _open(split, tree, places, state)
-        except NeedsInlineError as needed:
-            state.yield_to(needed, tree)
+        except PrintAgainError as needed:  # the next attempt opens or inlines one more call
+            state.open_or_inline(needed, tree)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -96,7 +97,7 @@ class _State:
     inlined: set[str]
     called: frozenset[str]
 
-    def yield_to(self, needed: NeedsInlineError, tree: CallTree) -> None:
+    def open_or_inline(self, needed: PrintAgainError, tree: CallTree) -> None:
         """Open a call that lacks an argument; inline any other call's code into its caller."""
         key = needed.key
         if key in (ROOT, LOSS):
@@ -219,7 +220,7 @@ def _opening(split: SplitGraph, tree: CallTree, state: _State) -> Opening:
     return opening
 
 
-def _agree(printed: dict[str, Printed], opening: Opening) -> None:
+def _agree(printed: dict[str, PrintedForward], opening: Opening) -> None:
     """Raise if the calls of one module need different forwards: one call must be inlined."""
     calls = opening.split.graph.calls
     by_path: dict[str, list[str]] = defaultdict(list)
@@ -230,17 +231,17 @@ def _agree(printed: dict[str, Printed], opening: Opening) -> None:
         sources = {printed[key].lines if key in printed else None for key in keys}
         if len(sources) > 1:
             key = next(key for key in keys if key in printed)
-            raise NeedsInlineError(key, reason="its calls differ")
+            raise PrintAgainError(key, reason="its calls differ")
 
 
-def _classes(printed: dict[str, Printed], opening: Opening) -> Iterable[OpenedClass]:
+def _classes(printed: dict[str, PrintedForward], opening: Opening) -> Iterable[OpenedClass]:
     """Yield one class for all modules with the same class and the same printed forward."""
     calls, modules = opening.split.graph.calls, opening.split.modules
-    alike: dict[tuple[Imported, Printed], list[str]] = defaultdict(list)
+    alike: dict[tuple[Imported, PrintedForward], list[str]] = defaultdict(list)
     for call, forward in printed.items():
         path = calls[call].path
         if not modules[path].is_importable:
-            raise NeedsInlineError(call, reason="its class was made at run time")
+            raise PrintAgainError(call, reason="its class was made at run time")
         paths = alike[modules[path].home, forward]
         if path not in paths:
             paths.append(path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from autopar.codegen.forward.ops.arguments import whole_number
-from autopar.codegen.forward.ops.sizes import Wanted, size_along, wanted
+from autopar.codegen.forward.ops.sizes import SizeToPrint, size_along, wanted
 from autopar.codegen.forward.reading.split import parts_of_dim
 from autopar.codegen.forward.scope import AvailableValues
 from autopar.codegen.text.expressions import (
@@ -29,7 +29,7 @@ from autopar.planner.rules.table import kind_of, rule_of
 
 
 def result_sizes(op: Op, given: tuple[Value, ...], body: AvailableValues) -> SourceForm:
-    """Return the sizes of a view or expand: -1 where the model has it, others read if possible."""
+    """Return the sizes of a view or expand: the model's -1, and others from tensors if possible."""
     layout = body.split.made(op.outputs[0])
     sizes = wanted(body.split, op.outputs[0], layout)
     is_view = kind_of(op) is not OpKind.EXPAND
@@ -63,7 +63,7 @@ def result_sizes(op: Op, given: tuple[Value, ...], body: AvailableValues) -> Sou
     return joined(tuple(shown))
 
 
-def _computed(size: Wanted, body: AvailableValues) -> Expression:
+def _computed(size: SizeToPrint, body: AvailableValues) -> Expression:
     return body.sizes.local(size) if size.axis else body.sizes.whole(size.extent, size.other)
 
 

@@ -10,14 +10,14 @@ from autopar.codegen.forward.opening.opening import Opening
 from autopar.codegen.forward.reading.forward_source import (
     LOSS,
     ROOT,
-    held,
     is_mapping,
     is_plain,
+    items_of,
     leaves,
     pairs,
 )
 from autopar.codegen.forward.reading.modules import Imported
-from autopar.codegen.forward.scope import NeedsInlineError
+from autopar.codegen.forward.scope import PrintAgainError
 from autopar.codegen.forward.writing.writer import Style, written
 from autopar.codegen.text.expressions import (
     Expression,
@@ -40,7 +40,7 @@ from autopar.planner.graph.ops import Extent, Listed, Mapped, NamedFields, Ref, 
 def returned(builder: BodyBuilder, value: Value) -> Expression:
     """Return the expression after `return` in a printed forward: a tuple there has no brackets."""
     if is_mapping(value):
-        raise NeedsInlineError(builder.scope, reason="its result is no plain tuple")
+        raise PrintAgainError(builder.scope, reason="its result is no plain tuple")
     if isinstance(value, tuple) and not isinstance(value, Listed) and len(value) > 1:
         return tuple_of([_result(builder, item) for item in value])
     return _result(builder, value)
@@ -53,7 +53,7 @@ def _result(builder: BodyBuilder, value: Value) -> Expression:
         return sequence(value, tuple(_result(builder, item) for item in value))
     if value is None or isinstance(value, (bool, int, float, complex)):
         return literal(value)
-    raise NeedsInlineError(builder.scope, reason=f"it returns {value}")
+    raise PrintAgainError(builder.scope, reason=f"it returns {value}")
 
 
 def _tensor(builder: BodyBuilder, tensor: str) -> Expression:
@@ -98,7 +98,7 @@ def _is_absent(builder: BodyBuilder, part: Value) -> bool:
 
 def whole_outputs(builder: BodyBuilder, value: Value, place: str = "outputs") -> Expression:
     """Return the model's outputs with whole tensors; `place` is what users call them in metrics."""
-    inner = [whole_outputs(builder, one, where) for where, one in held(value, place)]
+    inner = [whole_outputs(builder, one, where) for where, one in items_of(value, place)]
     if is_mapping(value):
         keys = [key for key, _ in pairs(value)]
         if isinstance(value, NamedFields):
@@ -172,7 +172,7 @@ def _bind_outputs(builder: BodyBuilder, value: Value, place: str) -> None:
     elif is_plain(value) and any(refs(value)):
         builder.bind_pattern(_pattern(builder.opening, value), place)
     else:
-        for inner, one in held(value, place):
+        for inner, one in items_of(value, place):
             _bind_outputs(builder, one, inner)
 
 

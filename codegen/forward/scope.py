@@ -28,7 +28,7 @@ from autopar.codegen.text.expressions import (
     string,
     text,
 )
-from autopar.codegen.text.lines import Line, Pattern, held_in
+from autopar.codegen.text.lines import Line, Pattern, values_in
 from autopar.planner.errors import InputError, SourceSpan
 from autopar.planner.graph.layouts import Layout
 from autopar.planner.graph.ops import Extent, Op, TensorOrigin, Value, size
@@ -37,11 +37,12 @@ from autopar.planner.rules.rule import OpKind
 from autopar.planner.rules.table import kind_of
 
 
-class NeedsInlineError(Exception):
-    """A call cannot be printed as a call: its code must be inlined into its caller.
+class PrintAgainError(Exception):
+    """A call cannot be printed with the opened and inlined calls so far: `emit.py` prints again.
 
-    If the caller's printed code only lacks an argument of the call (`lacks_argument`), nothing is
-    inlined: the forward of the called class is printed, too, and gets None for this argument.
+    In the next attempt, the call's code is inlined into its caller. If the caller's code only lacks
+    an argument of the call (`lacks_argument`), the forward of the called class is printed instead,
+    and gets None for this argument.
     """
 
     def __init__(self, key: str, *, reason: str = "", lacks_argument: bool = False) -> None:
@@ -49,12 +50,12 @@ class NeedsInlineError(Exception):
         self.key, self.reason, self.lacks_argument = key, reason, lacks_argument
 
     @staticmethod
-    def for_module(path: str, scope: str) -> NeedsInlineError:
+    def for_module(path: str, scope: str) -> PrintAgainError:
         """Return the error for a module that the code of `scope` cannot reach."""
-        return NeedsInlineError._for(scope, f"module {path}")
+        return PrintAgainError._for(scope, f"module {path}")
 
     @staticmethod
-    def for_tensor(tensor: str, scope: str, opening: Opening) -> NeedsInlineError:
+    def for_tensor(tensor: str, scope: str, opening: Opening) -> PrintAgainError:
         """Return the error for a tensor that the code of `scope` cannot name."""
         tree = opening.tree
         maker = tree.graph.index.made_by.get(tensor)
@@ -63,13 +64,13 @@ class NeedsInlineError(Exception):
         if scope in chain:
             below = chain[chain.index(scope) + 1 :]
             key = next((c for c in below if c not in opening.inlined), LOSS)
-        return NeedsInlineError._for(key, tensor)
+        return PrintAgainError._for(key, tensor)
 
     @staticmethod
-    def _for(key: str, what: str) -> NeedsInlineError:
+    def _for(key: str, what: str) -> PrintAgainError:
         if key == LOSS or not key:
             raise InputError(f"the code of the script has no access to {what}, which it needs")
-        return NeedsInlineError(key)
+        return PrintAgainError(key)
 
 
 class Owner:
@@ -102,7 +103,7 @@ class Owner:
         return steps
 
     def within(self, path: str) -> str | None:
-        """Return a path of a module that lies inside this one, or None if there is no such path."""
+        """Return a path inside this module for the module at `path`, or None if it is outside."""
         modules = self.split.modules
         if path == self.root or self.holds(path) or path not in modules:
             return path
@@ -212,9 +213,8 @@ class AvailableValues:
         self.axis = text(axis)
         self.sizes = ReadableSizes(self.split, self.axis)
         self.have: dict[str, Layout] = {}  # available tensor → the layout that it had first
-        self.same: dict[
-            LocalTensor, LocalTensor
-        ] = {}  # result of an op that does nothing or repeats another op → the equal value
+        # result of an op that does nothing, or repeats another op → the equal value
+        self.same: dict[LocalTensor, LocalTensor] = {}
         self.defined: set[LocalTensor] = set()
         self.arguments: dict[LocalTensor, str] = {}
         self.lines: list[Line] = []
@@ -227,48 +227,48 @@ class AvailableValues:
 
     # --- incoming values -------------------------------------------------------------------------
 
-    def bind(self, held: LocalTensor, name: str) -> None:
+    def bind(self, local: LocalTensor, name: str) -> None:
         """Bind an incoming value to a name."""
-        if held.tensor not in self.have:
-            self.arguments[held] = name
-            self.define(held)
-            self.sizes.add_argument(held)
+        if local.tensor not in self.have:
+            self.arguments[local] = name
+            self.define(local)
+            self.sizes.add_argument(local)
 
-    def copy(self, held: LocalTensor) -> None:
+    def copy(self, local: LocalTensor) -> None:
         """Copy an argument before it is written to."""
         why = "copied, because autograd forbids writing to a leaf"
-        copied = method(held, "clone")
-        self.lines.append(Line(results=held, expression=copied, is_ordered=True, reason=why))
+        copied = method(local, "clone")
+        self.lines.append(Line(results=local, expression=copied, is_ordered=True, reason=why))
 
     def bind_pattern(self, pattern: Pattern, source: str, names: tuple[str, ...] = ()) -> None:
         """Unpack an incoming container into its values; `names` are the author's names for them."""
-        new = [held for held in held_in(pattern) if held.tensor not in self.have]
+        new = [local for local in values_in(pattern) if local.tensor not in self.have]
         if new:
             self.unpacked.add(source.partition("[")[0])
             given = tuple((name,) if name else () for name in names)
             self.lines.append(Line(results=pattern, expression=text(source), names=given))
-            for held in new:
-                self.define(held)
+            for local in new:
+                self.define(local)
             if isinstance(pattern, tuple) and all(
                 isinstance(item, LocalTensor) for item in pattern
             ):
-                self.containers[joined(tuple(held_in(pattern)))] = source
+                self.containers[joined(tuple(values_in(pattern)))] = source
 
     # --- results of lines ------------------------------------------------------------------------
 
     def add_line(self, line: Line) -> None:
         """Add a line, and make its results available."""
-        made = tuple(held_in(line.results))
-        names = tuple(self.tree.names_in(self.scope, held.tensor) for held in made)
+        made = tuple(values_in(line.results))
+        names = tuple(self.tree.names_in(self.scope, local.tensor) for local in made)
         self.lines.append(replace(line, names=line.names or names))
-        for held in made:
-            self.define(held)
+        for local in made:
+            self.define(local)
 
-    def define(self, held: LocalTensor) -> None:
+    def define(self, local: LocalTensor) -> None:
         """Make a value available from here on."""
-        self.have.setdefault(held.tensor, held.layout)
-        self.defined.add(held)
-        self.sizes.add(held)
+        self.have.setdefault(local.tensor, local.layout)
+        self.defined.add(local)
+        self.sizes.add(local)
 
     def rename(self, made: LocalTensor, source: LocalTensor) -> None:
         """Make a value an alias of another one."""
@@ -283,33 +283,33 @@ class AvailableValues:
         if known.origin not in (TensorOrigin.OP, TensorOrigin.INPUT) and tensor not in self.have:
             return conversions.convert_own(self.owned(tensor, op), tensor, need, self.sizes)
         if tensor not in self.have:
-            raise NeedsInlineError.for_tensor(tensor, self.scope, self.opening)
-        held = LocalTensor(tensor, self.have[tensor])
+            raise PrintAgainError.for_tensor(tensor, self.scope, self.opening)
+        local = LocalTensor(tensor, self.have[tensor])
         crossing = self.split.crossing.get(tensor)
         layers = self.split.layer_of
         is_used_outside = op is None or layers.get(tensor) != layers[op.name]
-        if crossing not in (None, held.layout, need) and is_used_outside:
+        if crossing not in (None, local.layout, need) and is_used_outside:
             assert crossing is not None
             return self._converted(LocalTensor(tensor, crossing), LocalTensor(tensor, need), op)
-        return self._converted(held, LocalTensor(tensor, need), op)
+        return self._converted(local, LocalTensor(tensor, need), op)
 
-    def _converted(self, held: LocalTensor, wanted: LocalTensor, op: Op | None) -> Expression:
-        if held.layout == wanted.layout:
-            return self.same.get(held, held)
-        if held.layout != self.have[held.tensor]:
-            self.value(held.tensor, held.layout, op)
+    def _converted(self, local: LocalTensor, wanted: LocalTensor, op: Op | None) -> Expression:
+        if local.layout == wanted.layout:
+            return self.same.get(local, local)
+        if local.layout != self.have[local.tensor]:
+            self.value(local.tensor, local.layout, op)
         if wanted not in self.defined:
-            self.add_line(self._conversion(held, wanted))
+            self.add_line(self._conversion(local, wanted))
             self.sizes.add_converted(wanted)
         return wanted
 
-    def _conversion(self, held: LocalTensor, wanted: LocalTensor) -> Line:
-        users = [o for o in self.graph.index.readers[held.tensor] if self._converts_for(o, wanted)]
-        source = self.same.get(held, held)
-        converted: Expression = conversions.convert(source, wanted, held, self.sizes)
-        if held.tensor in self.late_biases:
-            maker = self.graph.index.made_by[held.tensor]
-            bias = self.owned(self.late_biases[held.tensor], maker)
+    def _conversion(self, local: LocalTensor, wanted: LocalTensor) -> Line:
+        users = [o for o in self.graph.index.readers[local.tensor] if self._converts_for(o, wanted)]
+        source = self.same.get(local, local)
+        converted: Expression = conversions.convert(source, wanted, local, self.sizes)
+        if local.tensor in self.late_biases:
+            maker = self.graph.index.made_by[local.tensor]
+            bias = self.owned(self.late_biases[local.tensor], maker)
             converted = binary(converted, "+", bias, Binding.SUM)
         # a later op writes to this value, and other ops may still read the source
         if self.graph.index.is_written_later(wanted.tensor):
@@ -317,7 +317,7 @@ class AvailableValues:
         return Line(
             results=wanted,
             expression=converted,
-            reason=conversions.reason(held, wanted, users, self.split),
+            reason=conversions.reason(local, wanted, users, self.split),
         )
 
     def _converts_for(self, op: Op, wanted: LocalTensor) -> bool:
@@ -334,7 +334,7 @@ class AvailableValues:
             return self._numbers(tensor)
         own = self.owner.tensor(tensor, op)
         if own is None:
-            raise NeedsInlineError.for_tensor(tensor, self.scope, self.opening)
+            raise PrintAgainError.for_tensor(tensor, self.scope, self.opening)
         return own
 
     def _numbers(self, constant: str) -> SourceForm:
@@ -352,21 +352,21 @@ class AvailableValues:
 
     def dtype(self) -> Expression | None:
         """Return the model's own floating dtype, read from an available value or a parameter."""
-        for held in self.values():
-            if self.graph.tensors[held.tensor].dtype == "model":
-                return Fact(held, "dtype")
+        for local in self.values():
+            if self.graph.tensors[local.tensor].dtype == "model":
+                return Fact(local, "dtype")
         return self.owner.parameter_fact("dtype", self.ops)
 
     def device(self) -> Expression | None:
         """Return the device, read from an available value, or else from a parameter."""
-        held = next(self.values(), None)
-        if held is not None:
-            return Fact(held, "device")
+        local = next(self.values(), None)
+        if local is not None:
+            return Fact(local, "device")
         return self.owner.parameter_fact("device", self.ops)
 
     def values(self) -> Iterator[LocalTensor]:
         """Yield the available values, arguments first."""
-        arguments = [held for held in self.sizes.seen if held in self.arguments]
+        arguments = [local for local in self.sizes.seen if local in self.arguments]
         yield from (*arguments, *(h for h in self.sizes.seen if h not in self.arguments))
 
     def plain_size(self, value: Value, other: Value = None) -> Expression:

@@ -14,7 +14,7 @@ from itertools import groupby
 
 from autopar.codegen.forward.body import LOSS_WEIGHTS, BodyBuilder
 from autopar.codegen.forward.classes import (
-    Printed,
+    PrintedForward,
     base_name,
     class_source,
     described,
@@ -39,7 +39,7 @@ from autopar.codegen.forward.reading.modules import (
     Module,
     is_free,
 )
-from autopar.codegen.forward.scope import NeedsInlineError, Owner
+from autopar.codegen.forward.scope import Owner, PrintAgainError
 from autopar.codegen.forward.writing.statements import Loop, rolled
 from autopar.codegen.text.expressions import Expression, LocalTensor, pieces
 from autopar.codegen.text.lines import tuple_of
@@ -108,8 +108,8 @@ class _Draft:
 
     number: int
     part: StagePiece
-    printed: Printed
-    form: Printed | None
+    printed: PrintedForward
+    form: PrintedForward | None
     bounds: tuple[int, int] | None
     absent: tuple[str, ...]
 
@@ -211,19 +211,19 @@ class _Printer:
         keys = {name: batch_key(name) for name in self.graph.inputs}
         builder = BodyBuilder(self._opening_of(part), ROOT, ops=part.ops)
         written = self._written_storages(part)
-        for held in part.takes:
-            wishes = [*self.tree.names_in(ROOT, held.tensor), *_POSITIONAL]
+        for local in part.takes:
+            wishes = [*self.tree.names_in(ROOT, local.tensor), *_POSITIONAL]
             taken = (*keys.values(), *builder.arguments.values())
-            builder.bind(held, next(n for n in wishes if n not in taken and is_free(n)))
-            if self.graph.tensors[held.tensor].storage in written:
-                builder.copy(held)
+            builder.bind(local, next(n for n in wishes if n not in taken and is_free(n)))
+            if self.graph.tensors[local.tensor].storage in written:
+                builder.copy(local)
         for name, key in keys.items():
             builder.bind(LocalTensor(name, self.split.made(name)), key)
         mine = {op.name for op in part.ops}
         for op in part.ops:
             unit = builder.unit(op) if op.call != LOSS else None
             if unit is not None and not {o.name for o in self.tree.ops[unit]} <= mine:
-                raise NeedsInlineError(unit)
+                raise PrintAgainError(unit)
             builder.add(op)
         return builder
 
@@ -254,7 +254,7 @@ class _Printer:
         return set[str]().union(*map(self.graph.index.written_by, part.ops))
 
     def _signature(self, part: StagePiece, builder: BodyBuilder) -> list[str]:
-        positional = [f"{builder.arguments[held]}: Tensor" for held in part.takes]
+        positional = [f"{builder.arguments[local]}: Tensor" for local in part.takes]
         used = {name for op in part.ops for name in op.inputs}
         read = [n for n in self.graph.inputs if n in used or self._is_read(n, builder)]
         batch = [f"{batch_key(name)}: Tensor" for name in read]
@@ -265,16 +265,16 @@ class _Printer:
         return [*positional, *(["*"] if batch else []), *batch, *rest]
 
     def _is_read(self, name: str, builder: BodyBuilder) -> bool:
-        held = LocalTensor(name, self.split.made(name))
+        local = LocalTensor(name, self.split.made(name))
         return any(
-            (piece if isinstance(piece, LocalTensor) else piece.held) == held
+            (piece if isinstance(piece, LocalTensor) else piece.value) == local
             for line in builder.lines
             for piece in pieces(line.expression)
         )
 
     def _result(self, part: StagePiece, builder: BodyBuilder) -> Expression:
         if part.gives:
-            values = [builder.value(held.tensor, held.layout) for held in part.gives]
+            values = [builder.value(local.tensor, local.layout) for local in part.gives]
             return tuple_of(values) if len(values) > 1 else values[0]
         if self.returns_loss:
             return builder.value(self.graph.loss, WHOLE)
@@ -287,13 +287,13 @@ class _Printer:
             return ()
         return store_outputs(builder, self.graph.calls[ROOT].result)
 
-    def _crossing(self, held: LocalTensor) -> CrossingTensor:
-        tensor = self.graph.tensors[held.tensor]
+    def _crossing(self, local: LocalTensor) -> CrossingTensor:
+        tensor = self.graph.tensors[local.tensor]
         return CrossingTensor(
-            name=held.tensor,
+            name=local.tensor,
             shape=tensor.shape,
             dtype=tensor.dtype,
-            layout=held.layout,
+            layout=local.layout,
             has_gradient=tensor.requires_grad,
         )
 
@@ -301,7 +301,7 @@ class _Printer:
         calls = dict.fromkeys(op.call for op in part.ops if op.call not in (LOSS, ROOT))
         paths = [self.graph.calls[call].path for call in calls]
         owner = Owner(self.split, ROOT)
-        held = [
+        owners = [
             owner.name_near(name, op).rpartition(".")[0]
             for op in part.ops
             for name in op.inputs
@@ -311,7 +311,7 @@ class _Printer:
             if key not in self.tree.ops and call.parent in calls:
                 calls[key] = None
                 paths.append(call.path)
-        return tuple(dict.fromkeys(path for path in (*paths, *held) if path))
+        return tuple(dict.fromkeys(path for path in (*paths, *owners) if path))
 
     def _parameters(self, part: StagePiece) -> tuple[str, ...]:
         origins = (TensorOrigin.PARAMETER, TensorOrigin.BUFFER)

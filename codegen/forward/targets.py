@@ -1,4 +1,4 @@
-"""Prints, from the loss's ops, functions that count a batch's targets and compute its divisor."""
+"""Prints functions that count a batch's targets, and compute what the loss divides by."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from autopar.planner.findings.loss import (
     all_of_parts,
     counted_by,
     division_of,
-    is_told,
+    is_known_from_batch,
     is_weighed_division,
     steps_from_batch,
 )
@@ -123,12 +123,12 @@ def _divisor(
         return text(next(names))
     parts = text(_PARTS)
     for count, name in zip(division.counts, names, strict=False):
-        held = LocalTensor(count, WHOLE)
+        local = LocalTensor(count, WHOLE)
         if follows[count] is Follows.MEAN:
             mean = binary(text(name), "/", parts, Binding.PRODUCT)
-            builder.add_line(Line(results=held, expression=mean, names=(("mean",),)))
+            builder.add_line(Line(results=local, expression=mean, names=(("mean",),)))
         else:
-            builder.bind(held, name)
+            builder.bind(local, name)
     for op in division.steps:
         if op.outputs[0] in builder.have:
             continue  # another mean divides by it, too
@@ -183,17 +183,17 @@ class _CountBuilder(BodyBuilder):
         self.read = read
         for name in sorted(read):
             if self.graph.tensors[name].origin is TensorOrigin.CONSTANT:
-                held = LocalTensor(name, WHOLE)
+                local = LocalTensor(name, WHOLE)
                 numbers = self.owned(name, None)
-                self.add_line(Line(results=held, expression=numbers, hint="weight"))
+                self.add_line(Line(results=local, expression=numbers, hint="weight"))
 
     def dtype(self) -> None:
         """Return None: tensors are made without a dtype, so torch's default applies."""
 
     def device(self) -> Expression | None:
         """Return the device of the batch's tensors."""
-        held = next((held for held in self.values() if held.tensor in self.read), None)
-        return None if held is None else Fact(held, "device")
+        local = next((local for local in self.values() if local.tensor in self.read), None)
+        return None if local is None else Fact(local, "device")
 
 
 def _counts(term: Op, counted: tuple[str, ...], builder: BodyBuilder) -> tuple[Expression, ...]:
@@ -240,4 +240,4 @@ def _counted_by(op: Op, graph: Graph, follows: Mapping[str, Follows]) -> tuple[s
     if division is not None:
         return division.counts if is_weighed_division(op, graph, follows) else ()
     names = counted_by(op, graph)
-    return names if names and is_told(graph, names) else ()
+    return names if names and is_known_from_batch(graph, names) else ()

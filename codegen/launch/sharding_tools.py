@@ -159,7 +159,7 @@ def transformers_notes(facts: ToolFacts) -> Iterator[str]:
 def deepspeed_instead(facts: ToolFacts) -> tuple[ToolFacts, tuple[str, ...]]:
     """Return the nearest facts that DeepSpeed can express, and notes that tell the changes.
 
-    Its pipelines have ZeRO-1 at most, and ZeRO divides by all data ranks.
+    DeepSpeed's pipelines have ZeRO-1 at most, and its ZeRO shards over all data ranks.
     """
     chosen, notes = facts.arrangement, []
     if chosen.pipeline > 1 and facts.shard > 1 and chosen.zero > _ONCE_A_STEP:

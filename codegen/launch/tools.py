@@ -59,7 +59,7 @@ class Tool:
     nearest: Callable[[ToolFacts], tuple[ToolFacts, tuple[str, ...]]] = lambda facts: (facts, ())
     splits: str = "all matrices of blocks, the embedding and the head"  # what tensor ranks split
     mixed: str = "all blocks"  # what it recomputes if the plan recomputes only some, in words
-    mixes: Callable[[ToolFacts], bool] = lambda _: False  # whether it can recompute the same ones
+    mixes: Callable[[ToolFacts], bool] = lambda _: False  # whether it recomputes the same blocks
 
 
 def tool_files(tool: str, facts: ToolFacts) -> tuple[tuple[LaunchFile, ...], tuple[str, ...]]:
@@ -135,7 +135,7 @@ def _tensor_notes(tool: Tool, facts: ToolFacts) -> Iterator[str]:
 
 
 def _nearest_schedule(chosen: Arrangement, known: Mapping[ScheduleKind, str]) -> ScheduleKind:
-    """Return the plan's schedule if a tool has it, else 1F1B, interleaved if both allow that."""
+    """Return the plan's schedule if a tool has it; else 1F1B, interleaved as the plan if it can."""
     if chosen.schedule in known:
         return chosen.schedule
     several = chosen.stages_per_rank > 1 and ScheduleKind.INTERLEAVED_1F1B in known

@@ -160,7 +160,7 @@ def _patience(notice: int) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Labelled:
+class LabelledValue:
     """A key with its value in a YAML map."""
 
     key: str
@@ -175,12 +175,12 @@ class KubernetesView:
     name: str
     first_host: str
     namespace: tuple[str, ...]  # one or none
-    labels: tuple[Labelled, ...]
-    annotations: tuple[Labelled, ...]  # of pods
+    labels: tuple[LabelledValue, ...]
+    annotations: tuple[LabelledValue, ...]  # of pods
     image: str
     nodes: int
     processes: int
-    resources: tuple[Labelled, ...]
+    resources: tuple[LabelledValue, ...]
     deadline_seconds: tuple[int, ...]  # one or none
     volume: tuple[str, ...]  # one or none
     mount: str
@@ -201,8 +201,10 @@ def _kubernetes(job: LaunchJob, settings: LaunchSettings) -> KubernetesView:
         name=job.name,
         first_host=f"{job.name}-node-0-0.{job.name}",
         namespace=_given(settings.namespace),
-        labels=tuple(Labelled(key=_QUEUE, value=one) for one in _given(settings.queue)),
-        annotations=tuple(Labelled(key=_TOPOLOGY, value=one) for one in _given(settings.topology)),
+        labels=tuple(LabelledValue(key=_QUEUE, value=one) for one in _given(settings.queue)),
+        annotations=tuple(
+            LabelledValue(key=_TOPOLOGY, value=one) for one in _given(settings.topology)
+        ),
         image=settings.image or f"{job.name}:latest",
         nodes=job.nodes,
         processes=job.processes,
@@ -221,13 +223,15 @@ def _given(value: str | None) -> tuple[str, ...]:
     return () if value is None else (value,)
 
 
-def _resources(job: LaunchJob, settings: LaunchSettings) -> Iterator[Labelled]:
+def _resources(job: LaunchJob, settings: LaunchSettings) -> Iterator[LabelledValue]:
     """Yield the limits of a pod, which gets all devices of a node so that tensor ranks share it."""
     if job.devices:
-        yield Labelled(key=settings.resource, value=str(job.devices))
-    yield Labelled(key="cpu", value=settings.cpus or str(job.processes * _PROCESSORS_OF_DEVICE))
+        yield LabelledValue(key=settings.resource, value=str(job.devices))
+    yield LabelledValue(
+        key="cpu", value=settings.cpus or str(job.processes * _PROCESSORS_OF_DEVICE)
+    )
     for size in _given(settings.memory):
-        yield Labelled(key="memory", value=f"{size}Gi")
+        yield LabelledValue(key="memory", value=f"{size}Gi")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -259,7 +263,7 @@ class SkyPilotView:
     name: str
     nodes: int
     processes: int
-    resources: tuple[Labelled, ...]
+    resources: tuple[LabelledValue, ...]
     bucket: tuple[str, ...]  # one or none
     mount: str
     restarts: int
@@ -283,15 +287,15 @@ def _skypilot(job: LaunchJob, settings: LaunchSettings) -> SkyPilotView:
 _FORM_FACTOR = re.compile(r"-(sxm\d?|pcie|nvl|oam)\b.*$")
 
 
-def _sky_resources(job: LaunchJob, settings: LaunchSettings) -> Iterator[Labelled]:
+def _sky_resources(job: LaunchJob, settings: LaunchSettings) -> Iterator[LabelledValue]:
     if job.devices:
         kind = settings.accelerator or _FORM_FACTOR.sub("", job.device).upper()
-        yield Labelled(key="accelerators", value=f"{kind}:{job.devices}")
+        yield LabelledValue(key="accelerators", value=f"{kind}:{job.devices}")
     wanted = {"cpus": settings.cpus, "memory": settings.memory}
     for key, value in wanted.items():
-        yield from (Labelled(key=key, value=f"{one}+") for one in _given(value))
+        yield from (LabelledValue(key=key, value=f"{one}+") for one in _given(value))
     for one in _given(settings.image):
-        yield Labelled(key="image_id", value=f"docker:{one}")
+        yield LabelledValue(key="image_id", value=f"docker:{one}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,1 +1,1 @@
-"""Runs scripts and plain PyTorch side by side, or without computing, and compares."""
+"""Compares scripts with plain PyTorch, and runs the step of one rank without computing."""

@@ -26,7 +26,7 @@ from autopar.runtime.tensor.shards import Chunks
 
 
 @dataclass(frozen=True, slots=True)
-class HeldBlock:
+class RankBlock:
     """A rank's shard of a tensor, or a part of it."""
 
     name: str
@@ -34,8 +34,8 @@ class HeldBlock:
     value: Tensor
 
 
-Held: TypeAlias = Sequence[HeldBlock]
-Place: TypeAlias = tuple[slice, ...]
+RankBlocks: TypeAlias = Sequence[RankBlock]
+Region: TypeAlias = tuple[slice, ...]
 
 _MOST_SHOWN = 4  # so many kinds of tensors are named
 
@@ -53,13 +53,13 @@ def gap(one: Tensor, other: Tensor) -> Tensor:
     return (one - other).masked_fill(one == other, 0)
 
 
-def assembled(ranks: Iterable[Held]) -> dict[str, Tensor]:
+def assembled(ranks: Iterable[RankBlocks]) -> dict[str, Tensor]:
     """Assemble the ranks' shards to whole tensors; elements that no rank has are nan."""
     whole: dict[str, Tensor] = {}
-    for block in (block for held in ranks for block in held):
+    for block in (block for blocks in ranks for block in blocks):
         shape = block.chunks.global_shape
         full = whole.setdefault(block.name, torch.full(shape, torch.nan, dtype=block.value.dtype))
-        for target, source in places_of(block.chunks):
+        for target, source in regions_of(block.chunks):
             full[target] = block.value[source]
     return whole
 
@@ -76,15 +76,15 @@ def initial_value_faults(names: Iterable[str]) -> Iterator[str]:
         yield f"and so do {len(kinds) - _MOST_SHOWN} others"
 
 
-def apart(ranks: Sequence[Held], expected: Mapping[str, Tensor]) -> dict[str, float]:
+def apart(ranks: Sequence[RankBlocks], expected: Mapping[str, Tensor]) -> dict[str, float]:
     """Return each tensor's largest difference; infinite if some of its elements are on no rank."""
     found = {name: 0.0 for name, value in expected.items() if value.numel()}
     missing = {name: torch.ones_like(expected[name], dtype=torch.bool) for name in found}
-    for block in (block for held in ranks for block in held if block.name in found):
+    for block in (block for blocks in ranks for block in blocks if block.name in found):
         whole = expected[block.name]
         if tuple(whole.shape) != block.chunks.global_shape:
             continue
-        for target, source in places_of(block.chunks):
+        for target, source in regions_of(block.chunks):
             difference = gap(block.value[source], whole[target]).abs()
             missing[block.name][target] = False
             if difference.numel():
@@ -107,8 +107,8 @@ def largest_of(differences: Mapping[str, float]) -> Difference:
     return Difference(largest=differences[name], name=name)
 
 
-def places_of(chunks: Chunks) -> Iterator[tuple[Place, Place]]:
-    """Yield each piece of a shard: its place in the whole tensor, and in the shard."""
+def regions_of(chunks: Chunks) -> Iterator[tuple[Region, Region]]:
+    """Yield each piece of a shard: its region of the whole tensor, and of the shard."""
     for block in product(*(_with_offsets(ranges) for ranges in chunks.ranges)):
         target = tuple(slice(low, high) for low, high, _ in block)
         source = tuple(slice(offset, offset + high - low) for low, high, offset in block)
@@ -129,9 +129,9 @@ class RankTrained:
 
     losses: tuple[float, ...]
     norms: tuple[float, ...]  # of all gradients, before clipping
-    initial: Held  # parameters, buffers and plain tensors of modules, before the first step
-    gradients: Held  # of the first step, clipped
-    parameters: Held  # and buffers, after the last step
+    initial: RankBlocks  # parameters, buffers and plain tensors of modules, before the first step
+    gradients: RankBlocks  # of the first step, clipped
+    parameters: RankBlocks  # and buffers, after the last step
     draws: tuple[NotedDraw, ...]  # of one additional step
     faults: tuple[str, ...]
 
@@ -202,10 +202,10 @@ LOSSES, ALL = "losses", "all together"
 class RankInHalf:
     """The tensors and losses of one rank in a training in 16 bits."""
 
-    initial: Held = ()  # buffers, and parameters (fp32 masters if the optimizer has them)
+    initial: RankBlocks = ()  # buffers, and parameters (fp32 masters if the optimizer has them)
     types: Mapping[str, str] = field(default_factory=dict)  # of the buffers
     losses: tuple[float, ...] = ()
-    final: Held = ()
+    final: RankBlocks = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -287,10 +287,10 @@ def _times(far: float, allowed: float) -> float:
     return far / allowed if allowed else (math.inf if far else 0.0)
 
 
-def _begun(held: Held, half: PlainHalf) -> Iterator[HeldBlock]:
+def _begun(blocks: RankBlocks, half: PlainHalf) -> Iterator[RankBlock]:
     """Yield a rank's initial tensors; round frozen weights to 16 bits, as plain PyTorch does."""
     dtype: torch.dtype = getattr(torch, half.dtype)
-    for block in held:
+    for block in blocks:
         is_frozen = block.name in half.frozen
         yield replace(block, value=block.value.to(dtype).double()) if is_frozen else block
 

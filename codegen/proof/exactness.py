@@ -162,7 +162,7 @@ class KeepFloat64(TorchFunctionMode):
         return made
 
 
-class Exactly(KeepFloat64):
+class ExactMode(KeepFloat64):
     """A mode that also disables dropout and other random numbers."""
 
     def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.data import IterableDataset, default_collate
 
 from autopar.codegen.proof.draws import Drawing, NotedDraw
-from autopar.codegen.proof.exactness import Exactly, KeepFloat64
+from autopar.codegen.proof.exactness import ExactMode, KeepFloat64
 from autopar.planner.axes.infer import infer_axes
 from autopar.planner.graph.graph import Graph
 from autopar.planner.graph.ops import Ref
@@ -216,7 +216,7 @@ def scheduler_of(
     )
 
 
-def held_tensors(model: nn.Module) -> dict[str, Tensor]:
+def all_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return a model's parameters and buffers, and the plain tensors on its modules."""
     plain = {
         f"{path}.{name}".removeprefix("."): value
@@ -316,13 +316,13 @@ def train_alone(task: Task) -> TrainedAlone:
     file = load_model_file(task.spec, task.arguments)
     dtype: torch.dtype = getattr(torch, task.dtype)
     model = cast_model(build_alone(file, task), task)
-    initial = wide_copies(held_tensors(model))
+    initial = wide_copies(all_tensors(model))
     batches = batches_of(file, task)
     optimizer = optimizer_of(file, model, task)
     scheduler = scheduler_of(file, optimizer, task, steps=all_steps(task.steps))
     losses, norms, gradients = [], [], dict[str, Tensor]()
     for step, batch in enumerate(islice(batches, task.steps), start=1):
-        with Exactly(dtype):
+        with ExactMode(dtype):
             loss = loss_of(model, file, cast_batch(batch, dtype), task)
             loss.backward()  # type: ignore[no-untyped-call]
         losses.append(loss.item())

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from autopar.codegen.proof.exactness import Exactly
+from autopar.codegen.proof.exactness import ExactMode
 from autopar.codegen.proof.plain import (
     HALVES,
     Task,
@@ -33,7 +33,7 @@ FIRST_SCALE = 2.0**15  # of a loss in fp16: without it, gradients would underflo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlainHalf:
-    """The tensors that one process held, by their first names, and its losses."""
+    """The tensors of one process and its losses; a tied tensor is under the first of its names."""
 
     initial: Mapping[str, Tensor]
     types: Mapping[str, str]  # of the buffers
@@ -50,7 +50,7 @@ class _Both:
     masters: nn.Module
     computing: nn.Module
 
-    def held(self) -> dict[str, Tensor]:
+    def copies(self) -> dict[str, Tensor]:
         """Copy the fp32 parameters, the frozen ones in 16 bits, and the buffers."""
         computing = dict(self.computing.named_parameters())
         parameters = {
@@ -74,7 +74,7 @@ def train_in_half(task: Task) -> tuple[PlainHalf, PlainHalf]:
 def _trained(task: Task) -> PlainHalf:
     file = load_model_file(task.spec, task.arguments)
     both = _built(file, task)
-    initial = both.held()
+    initial = both.copies()
     types = {name: _name(one.dtype) for name, one in both.computing.named_buffers()}
     losses = _losses(file, both, task)
     named = both.masters.named_parameters()
@@ -82,7 +82,7 @@ def _trained(task: Task) -> PlainHalf:
         initial=initial,
         types=types,
         losses=losses,
-        final=both.held(),
+        final=both.copies(),
         dtype=task.dtype,
         frozen=frozenset(name for name, one in named if not one.requires_grad),
     )
@@ -108,7 +108,7 @@ def _losses(file: ModelFile, both: _Both, task: Task) -> tuple[float, ...]:
     scheduler = scheduler_of(file, optimizer, task, steps=task.steps)
     scale, losses = FIRST_SCALE if dtype is torch.float16 else 1.0, []
     for batch in islice(batches, task.steps):
-        with Exactly(dtype):
+        with ExactMode(dtype):
             loss = loss_of(both.computing, file, batch, task)
             (loss.float() * scale).backward()  # type: ignore[no-untyped-call]
         losses.append(loss.item())

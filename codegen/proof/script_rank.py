@@ -27,20 +27,20 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from autopar.codegen.proof.comparison import HeldBlock, RankInHalf, RankTrained
+from autopar.codegen.proof.comparison import RankBlock, RankInHalf, RankTrained
 from autopar.codegen.proof.draws import Drawing
-from autopar.codegen.proof.exactness import Exactly, KeepFloat64
+from autopar.codegen.proof.exactness import ExactMode, KeepFloat64
 from autopar.codegen.proof.plain import (
     all_steps,
+    all_tensors,
     clipped_share,
-    held_tensors,
     trained_tensors,
     wide_copy,
 )
 from autopar.runtime import optimizer
-from autopar.runtime.checkpointing.owners import named_tensors, weights_held
+from autopar.runtime.checkpointing.owners import local_weights, named_tensors
 from autopar.runtime.optimizer import gradients
-from autopar.runtime.optimizer.gradients import held_gradients
+from autopar.runtime.optimizer.gradients import local_gradients
 from autopar.runtime.optimizer.pieces import local_tensor
 from autopar.runtime.tensor.shards import boxes, chunks_by_name, whole
 
@@ -48,7 +48,7 @@ NAME = "emitted_script"
 _UNSEEDED = 2**52  # plus the rank: processes differ unless the script seeds them
 
 
-class Watched:
+class StepRecorder:
     """Records the steps of a rank's script: exact ones, and one that draws random numbers."""
 
     def __init__(self, steps: int, clip: Callable[..., Tensor], rank: int) -> None:
@@ -57,9 +57,9 @@ class Watched:
         self.limits: dict[int, float] = {}
         self.norms: list[float] = []
         self.parts: Sequence[nn.Module] = ()
-        self.initial: list[HeldBlock] = []
-        self.gradients: list[HeldBlock] = []
-        self.parameters: list[HeldBlock] = []
+        self.initial: list[RankBlock] = []
+        self.gradients: list[RankBlock] = []
+        self.parameters: list[RankBlock] = []
 
     def clipped(self, parts: Sequence[nn.Module], limit: float, *args: Any, **kwargs: Any) -> Any:
         """Clip gradients to a share of their norm, not to `limit`; copy those of the first step."""
@@ -83,7 +83,7 @@ class Watched:
                 self.parts = parts_of(model)
                 self.initial = [block for part in self.parts for block in _initial(part)]
             if self.step <= self.steps:
-                with Exactly(dtype):
+                with ExactMode(dtype):
                     return step(model, *args, **kwargs)
             self.parameters = [block for part in self.parts for block in _parameters(part)]
             with self.drawing, KeepFloat64(dtype):
@@ -106,7 +106,7 @@ def run_script(path: str, arguments: Sequence[str], *, limit: float | None = 1.0
     """Run a script's main; `limit` is its setting of the clipping norm."""
     rank = int(os.environ.get("RANK", "0"))
     steps = int(dict(pairwise(arguments))["--steps"])
-    watched = Watched(steps, gradients.clip_by_global_norm, rank)
+    watched = StepRecorder(steps, gradients.clip_by_global_norm, rank)
     with (  # both the package and its module have the function
         patch.object(optimizer, "clip_by_global_norm", watched.clipped),
         patch.object(gradients, "clip_by_global_norm", watched.clipped),
@@ -141,7 +141,7 @@ def run_as_it_is(path: str, arguments: Sequence[str]) -> RankInHalf:
             optimizers.append(optimizer)
             found.initial = _weights(parts_of(model), optimizer)
             found.types = dict(_types_of_buffers(parts_of(model)))
-        with Exactly(dtype):
+        with ExactMode(dtype):
             loss: Tensor = step(model, optimizer, *args, **kwargs)
             return loss
 
@@ -156,10 +156,10 @@ def parts_of(model: Any) -> Sequence[nn.Module]:
     return [model] if isinstance(model, nn.Module) else model.parts
 
 
-def _weights(parts: Sequence[nn.Module], optimizer: Optimizer) -> list[HeldBlock]:
+def _weights(parts: Sequence[nn.Module], optimizer: Optimizer) -> list[RankBlock]:
     """Return buffers, and parameters (fp32 masters if the optimizer has them)."""
-    held = weights_held(parts, optimizer)
-    return [HeldBlock(one.key, one.chunks, wide_copy(one.tensor)) for one in held]
+    weights = local_weights(parts, optimizer)
+    return [RankBlock(one.key, one.chunks, wide_copy(one.tensor)) for one in weights]
 
 
 def _types_of_buffers(parts: Sequence[nn.Module]) -> Iterator[tuple[str, str]]:
@@ -170,7 +170,7 @@ def _types_of_buffers(parts: Sequence[nn.Module]) -> Iterator[tuple[str, str]]:
 
 def _exactly(function: Callable[..., Tensor], dtype: torch.dtype) -> Callable[..., Tensor]:
     def exact(*args: Any) -> Tensor:
-        with Exactly(dtype):
+        with ExactMode(dtype):
             return function(*args)
 
     return exact
@@ -190,35 +190,35 @@ def imported(path: Path) -> ModuleType:
     return module
 
 
-def _initial(part: nn.Module) -> Iterator[HeldBlock]:
+def _initial(part: nn.Module) -> Iterator[RankBlock]:
     chunks = chunks_by_name(part)
-    for name, tensor in held_tensors(part).items():
-        held = chunks.get(name) or whole(tuple(tensor.shape))
-        yield HeldBlock(name, held, wide_copy(local_tensor(tensor)))
+    for name, tensor in all_tensors(part).items():
+        chunked = chunks.get(name) or whole(tuple(tensor.shape))
+        yield RankBlock(name, chunked, wide_copy(local_tensor(tensor)))
 
 
-def _parameters(part: nn.Module) -> Iterator[HeldBlock]:
+def _parameters(part: nn.Module) -> Iterator[RankBlock]:
     chunks = chunks_by_name(part)
     for name, tensor in trained_tensors(part):
-        yield HeldBlock(name, chunks[name], wide_copy(local_tensor(tensor)))
+        yield RankBlock(name, chunks[name], wide_copy(local_tensor(tensor)))
 
 
-def _gradients(part: nn.Module) -> Iterator[HeldBlock]:
+def _gradients(part: nn.Module) -> Iterator[RankBlock]:
     """Yield gradients under all names of their parameters; in ZeRO-1 the parts of this rank."""
     chunks, names = chunks_by_name(part), defaultdict[int, list[str]](list)
     for name, parameter in part.named_parameters(remove_duplicate=False):
         names[id(parameter)].append(name)
-    for one in held_gradients([part]):
+    for one in local_gradients([part]):
         for name in names[id(one.parameter)]:
             if one.span is None:
-                yield HeldBlock(name, chunks[name], wide_copy(one.held))
+                yield RankBlock(name, chunks[name], wide_copy(one.value))
                 continue
             first = 0
             for box in boxes(tuple(one.parameter.shape), one.span.start, one.span.stop):
-                held = chunks[name].within_box(box)
-                last = first + math.prod(held.local_shape)
-                values = one.held[first:last].view(held.local_shape)
-                yield HeldBlock(name, held, wide_copy(values))
+                chunked = chunks[name].within_box(box)
+                last = first + math.prod(chunked.local_shape)
+                values = one.value[first:last].view(chunked.local_shape)
+                yield RankBlock(name, chunked, wide_copy(values))
                 first = last
 
 

@@ -40,7 +40,7 @@ from autopar.planner.layers import LINEAR, compiled_ops, last_products
 from autopar.planner.plan.plan import Plan, PlannedStage
 from autopar.planner.precision import Float8
 from autopar.planner.programs.layouts.strategies import Parts, parts_of
-from autopar.runtime.model.parts import is_held
+from autopar.runtime.model.parts import is_inside
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,11 +242,11 @@ def float8_call(plan: Plan, subject: PlannedSubject, part: str) -> Source:
 
 
 def heads_in(layers: Collection[str], subject: PlannedSubject) -> tuple[str, ...]:
-    """Return the nn.Linear modules in some layers whose products are the last before the loss."""
+    """Return the paths of modules in `layers` that compute the last products before the loss."""
     calls, last = subject.graph.calls, last_products(subject.graph)
     called = (calls[op.call] for op in subject.graph.ops if op.name in last and op.call in calls)
     paths = dict.fromkeys(one.path for one in called if one.class_name == LINEAR)
-    return tuple(path for path in paths if is_held(path, layers))
+    return tuple(path for path in paths if is_inside(path, layers))
 
 
 def _check_recomputed(

@@ -151,7 +151,8 @@ def _functions(file: ModelFile, *, is_half: bool, evaluates: bool) -> Iterator[s
     """Yield `new_model = …` and the model file's other functions."""
     yield _bound(file, file.factory, "new_model")
     yield _bound(file, "example_batch", "new_batch")
-    plain = file.plain_entries() if evaluates else NOTHING  # the plain loop adds them to its batch
+    # a script that does not evaluate, the plain loop, adds these entries to its batch itself
+    plain = file.plain_entries() if evaluates else NOTHING
     around = "in_float32" if is_half else ""
     if file.loss is not None:
         yield _bound(file, "loss", "new_loss", around=around, plain=plain)

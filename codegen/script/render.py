@@ -214,11 +214,12 @@ def _defined(tree: ast.Module) -> Iterator[str]:
             yield node.id
 
 
+# Earlier versions wrote the forms with a colon, and with "edits are kept".
 _LINE = re.compile(
     r"^# Written by autopar (\S+)(?:, [^\n]*:| \(checksum) ([0-9a-f]{16})"
     r"(?:, plan ([0-9a-f]{16}))?(?:\.|\); edits are kept\.|\)\.\n# Once you edit [^\n]*)$",
     re.MULTILINE,
-)  # earlier versions wrote the forms with a colon, and with "edits are kept"
+)
 
 
 def with_checksum(script: str, plan: Plan) -> Source:

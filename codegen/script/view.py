@@ -388,7 +388,7 @@ def _optimizer(plan: Plan) -> Source:
 
 
 def _wrapping(plan: Plan, tables: ScriptTables) -> Source:
-    """Return the call of wrap; in ZeRO-1, gradients summed over other axes, too, lie `apart`."""
+    """Return the call of wrap; `apart` names parameters whose gradients other axes sum, too."""
     arguments, before = [*_wrap_arguments(plan)], ""
     if plan.arrangement.zero.gathers_updated and plan.arrangement.shard > 1:
         if tables.ties:

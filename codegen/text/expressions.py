@@ -109,7 +109,7 @@ class LocalTensor:
 class Fact:
     """A property of a value that code reads: `shape[0]`, `dtype`, `device`."""
 
-    held: LocalTensor
+    value: LocalTensor
     what: str
 
 

@@ -93,13 +93,13 @@ class Body:
     result: Expression | None
 
 
-def held_in(pattern: Pattern) -> Iterator[LocalTensor]:
+def values_in(pattern: Pattern) -> Iterator[LocalTensor]:
     """Yield the values in a pattern."""
     if isinstance(pattern, LocalTensor):
         yield pattern
     elif isinstance(pattern, tuple):
         for item in pattern:
-            yield from held_in(item)
+            yield from values_in(item)
 
 
 def tuple_of(items: Sequence[Expression]) -> SourceForm:
@@ -110,7 +110,7 @@ def tuple_of(items: Sequence[Expression]) -> SourceForm:
     return SourceForm(tuple(parts))
 
 
-class Repeats:
+class ComputedValues:
     """The values without a gradient that a body has computed, so that each is computed once.
 
     Hugging Face's masks count the positions once for the queries and once for the keys, and again
@@ -215,7 +215,7 @@ def _choice(line: str, indent: int) -> list[str]:
 
 
 def _last_bracket(line: str) -> int | None:
-    """Return where the bracketed group opens with which a line ends (before a colon), or None."""
+    """Return the position of the bracket that the last one of a line closes, or None."""
     bare = _bare(line).rstrip(":")
     return _opening(bare) if bare and bare[-1] in _CLOSE else None
 

@@ -268,7 +268,7 @@ def named(
 def _name_vocabularies(
     seen: Mapping[str, set[str]], chosen: dict[str, str], sizes: Mapping[str, Extent]
 ) -> None:
-    """Rename classes vocab if they are also rows of a look-up table, or as many as a vocab has."""
+    """Rename an axis `classes` to `vocab` if it indexes a look-up table, or has a vocab's size."""
     for leaf, names in seen.items():
         if {"positions", "classes"} <= names and chosen[leaf] in ("positions", "classes"):
             chosen[leaf] = "vocab"

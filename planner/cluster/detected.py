@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 
 from autopar.planner.cluster.cluster import Device, Link, Topology
 from autopar.planner.cluster.sheet import device_like, find_device, known_fabrics, known_links
-from autopar.planner.cluster.told import FoundNode, GpuWiring, NetworkCard, printable, shown
 from autopar.planner.cluster.toml_reading import bandwidth_text, bytes_text, seconds_text
+from autopar.planner.cluster.tool_output import FoundNode, GpuWiring, NetworkCard, printable, shown
 from autopar.planner.errors import InputError, gathered
 
 Value = str | int | float | bool

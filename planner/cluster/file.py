@@ -279,7 +279,7 @@ _MOST_SHOWN = 8
 
 
 def prefix_sizes(cluster: Cluster) -> tuple[int, ...]:
-    """Return how many devices may be taken from the front: a part of the first node, or nodes."""
+    """Return the possible numbers of first devices: a part of the first node, or whole nodes."""
     whole = tuple(accumulate(node.devices for node in cluster.nodes))
     return (*range(1, whole[0]), *whole)
 

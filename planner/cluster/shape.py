@@ -267,9 +267,8 @@ def _shape(
     cluster: Cluster, starts: Sequence[Sequence[int]], group: Sequence[int], concurrent: int | None
 ) -> GroupShape:
     crossings: list[CrossedLevel] = []
-    below = {
-        rank: (rank, 1) for rank in group
-    }  # rank → (its unit of the level below, devices in that unit)
+    # rank → (its unit of the level below, the number of devices in that unit)
+    below = {rank: (rank, 1) for rank in group}
     for level, level_starts in zip(cluster.levels, starts, strict=True):
         here = {rank: bisect_right(level_starts, rank) - 1 for rank in group}
         parts_of: dict[int, set[int]] = {}

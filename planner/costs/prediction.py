@@ -281,8 +281,9 @@ class LayerCost:
     replicated_gradient_bytes: int
     measured_seconds: float  # the measured part of forward and backward; the rest is by formula
     trainable_tensors: int = 0  # tensors that contain the trainable elements
-    # rise above saved_bytes in the backward of an op with weights, for the op that needs most with
-    # its weight's gradient; negative if later ops have freed more
+    # how far memory rises above saved_bytes in the backward of an op with weights, without its
+    # weight's gradient: of the op for which the two together are largest; negative if later ops
+    # have freed more
     learning_bytes: int = 0
     learned_gradient_bytes: int = 0  # fp32 bytes of that weight's gradient
     # the part of saved_bytes that is gradients of weights: a loss in chunks makes them early

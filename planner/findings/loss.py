@@ -89,14 +89,14 @@ def counts_selected(op: Op, graph: Graph) -> bool:
     targets has the loss's ignore_index as an argument.
     """
     names = counted_by(op, graph)
-    if not names or is_told(graph, names):
+    if not names or is_known_from_batch(graph, names):
         return False
     if kind_of(op).is_class_loss and len(names) == 1:
         return _ignores(op, graph, names[0])
     return True
 
 
-def is_told(graph: Graph, names: Iterable[str]) -> bool:
+def is_known_from_batch(graph: Graph, names: Iterable[str]) -> bool:
     """Whether the batch alone determines these tensors, which decide what a mean counts."""
     tensors = [graph.tensors.get(name) for name in names]
     is_known = all(one is not None and one.counted_by != one.name for one in tensors)
@@ -303,7 +303,7 @@ class _LossReader:
     def _of_numbers(self, op: Op, rule: Rule) -> Follows:
         if rule.kind in _SCALING:
             return self._scaled(op, rule.kind)
-        is_linear = rule.linear not in (Linear.UNTOLD, Linear.NO)
+        is_linear = rule.linear not in (Linear.UNKNOWN, Linear.NO)
         if is_linear or rule.kind.keeps_entries or rule.kind in _KEEPING:
             return self._added(op)
         return self._unknown(op, rule)

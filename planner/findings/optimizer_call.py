@@ -127,8 +127,8 @@ def check_step(called: Any, maker: str, fix: str, where: str) -> None:
 def own_tensors(optimizer: Any) -> tuple[str, ...]:
     """Return the attributes of an optimizer, or of an inner one, that hold tensors like parameters.
 
-    Such a tensor has the shape of a parameter, or is a vector of all of them. It is not in the
-    optimizer's state, so no checkpoint stores it.
+    Such a tensor has the shape of a parameter, or is one vector for all parameters. It is not in
+    the optimizer's state, so no checkpoint stores it.
     """
     stepped = [one for group in optimizer.param_groups for one in group["params"]]
     given, shapes = set(map(id, stepped)), {one.shape for one in stepped}

@@ -1,8 +1,8 @@
 """Finds layers that write to their inputs or cannot be recomputed, and buffers that count steps.
 
-A layer that writes to its inputs, or to whose results other code writes, works on copies if it is
-recomputed or wrapped by `fully_shard` (runtime/model/parts.py). This is right only if the layer's
-results are the only tensors in which other code sees its writes.
+If a layer is recomputed or wrapped by `fully_shard`, its inputs are copied if it writes to them,
+and its results if other code writes to these (runtime/model/parts.py). This is right only if other
+code sees the layer's writes in nothing but its results.
 
 Also finds attributes that the step of an optimizer or scheduler sets and the forward reads: printed
 code would keep the traced value.

@@ -73,7 +73,7 @@ class ParameterLayout:
     layout: Layout
 
 
-class Local(StrEnum):
+class LocalAction(StrEnum):
     """What a rank does in a conversion without communication."""
 
     NOTHING = "nothing"
@@ -87,8 +87,8 @@ class Conversion:
     """A conversion between layouts: the runtime's function, and what it does in each direction."""
 
     function: str
-    forward: Collective | Local
-    backward: Collective | Local
+    forward: Collective | LocalAction
+    backward: Collective | LocalAction
 
 
 _I, _R, _S, _P = LayoutKind.WHOLE, LayoutKind.REPLICATED, LayoutKind.SPLIT, LayoutKind.PARTIAL
@@ -99,17 +99,17 @@ CONVERSIONS: Mapping[tuple[LayoutKind, LayoutKind], Conversion] = MappingProxyTy
     {
         pair: Conversion(function=function, forward=forward, backward=backward)
         for *pair_, function, forward, backward in (
-            (_I, _R, "sum_gradients", Local.NOTHING, _SUM),
-            (_I, _S, "take_shard", Local.SLICE, _GATHER),
-            (_I, _P, "first_only", Local.MASK, Local.NOTHING),
-            (_R, _I, "first_gradient", Local.NOTHING, Local.MASK),
-            (_R, _S, "take_own", Local.SLICE, Local.PAD),
-            (_R, _P, "first_whole", Local.MASK, Local.MASK),
-            (_S, _I, "gather_whole", _GATHER, Local.SLICE),
+            (_I, _R, "sum_gradients", LocalAction.NOTHING, _SUM),
+            (_I, _S, "take_shard", LocalAction.SLICE, _GATHER),
+            (_I, _P, "first_only", LocalAction.MASK, LocalAction.NOTHING),
+            (_R, _I, "first_gradient", LocalAction.NOTHING, LocalAction.MASK),
+            (_R, _S, "take_own", LocalAction.SLICE, LocalAction.PAD),
+            (_R, _P, "first_whole", LocalAction.MASK, LocalAction.MASK),
+            (_S, _I, "gather_whole", _GATHER, LocalAction.SLICE),
             (_S, _R, "gather", _GATHER, _SCATTER),
-            (_S, _P, "place_own", Local.PAD, Local.SLICE),
+            (_S, _P, "place_own", LocalAction.PAD, LocalAction.SLICE),
             (_S, _S, "exchange", _EXCHANGE, _EXCHANGE),
-            (_P, _I, "sum_partials", _SUM, Local.NOTHING),
+            (_P, _I, "sum_partials", _SUM, LocalAction.NOTHING),
             (_P, _R, "sum_both", _SUM, _SUM),
             (_P, _S, "scatter_sum", _SCATTER, _GATHER),
         )

@@ -244,11 +244,11 @@ class Constant:
     values: Value
 
 
-class Left(StrEnum):
-    """Whether a module call changes Python state (an attribute, a list, a global), and how long."""
+class StateChange(StrEnum):
+    """Whether a call of a module changes Python state: an attribute, a list or a global."""
 
     NOTHING = ""
-    BEHIND = "behind"
+    BEHIND = "behind"  # the change remains after the step
     FOR_A_WHILE = "for a while"  # other code undoes the change in the same step
 
 
@@ -277,7 +277,7 @@ class ModuleCall:
     result: Value
     has_unused: bool = False
     is_batch_norm: bool = False
-    left: Left = Left.NOTHING
+    left: StateChange = StateChange.NOTHING
     mode_is_set: bool = False
     spans: tuple[SourceSpan, ...] = ()
 

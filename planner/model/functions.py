@@ -1,4 +1,4 @@
-"""Finds a model's source files, the code inside functions, hooks, and the data that it reads."""
+"""Finds a model's source files, functions and hooks, and the data that the model reads."""
 
 from __future__ import annotations
 

@@ -180,7 +180,7 @@ def remedy(error: BaseException, path: Path) -> str:
     return next((fix for telling, fix in _KNOWN if telling in text), "")
 
 
-def told(name: str, passed: Sequence[Any]) -> str:
+def call_in_words(name: str, passed: Sequence[Any]) -> str:
     """Describe the arguments of loss or metrics (outputs and batch); "" for other functions."""
     if len(passed) != 2:
         return ""
@@ -239,7 +239,9 @@ def guarded(doing: str, path: Path, passed: Sequence[Any] = ()) -> Iterator[None
         where, fix = user_location(error, path), remedy(error, path)
         found = f"{doing} failed: {type(error).__name__}: {text_of(error)}".replace("FakeT", "T")
         name = doing.removeprefix("calling ")
-        raise InputError(found, where=where, expected=told(name, passed), fix=fix) from error
+        raise InputError(
+            found, where=where, expected=call_in_words(name, passed), fix=fix
+        ) from error
 
 
 @contextmanager

@@ -51,15 +51,15 @@ ABSENT = object()
 
 
 class StateValue(NamedTuple):
-    """A value in comparable form (`told_by`).
+    """A value of the Python state, in a form that can be compared (`comparable`).
 
-    `is_number`: it is compared by its content, and a change means that a step left state for the
-    next one. Otherwise it is a tensor, compared by identity, or a cache, compared by its size.
+    `is_content`: the form is the content, and a change means that a step left state for the
+    next one. Otherwise the value is a tensor, compared by its identity, or a cache, by its size.
     """
 
-    told_by: Any
-    is_number: bool
-    held: Any = None  # keeps the object alive, so that its id is not reused
+    comparable: Any
+    is_content: bool
+    tensor: Any = None  # kept alive, so that its id is not reused
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,17 +67,17 @@ class Holder:
     """An object with values under keys (a dict, a list, an instance), and its recorded values."""
 
     owner: Any
-    held: Mapping[Any, Any]
+    values: Mapping[Any, Any]
 
     def now(self) -> Mapping[Any, Any]:
         """Return the owner's current values."""
-        return _held_by(self.owner)
+        return _values_of(self.owner)
 
     def put_back(self) -> None:
         """Restore the owner's recorded values; unchanged ones are not touched."""
         now = self.now()
-        keys = (*now, *(key for key in self.held if key not in now))
-        self.put({key: self.held.get(key, ABSENT) for key in keys})
+        keys = (*now, *(key for key in self.values if key not in now))
+        self.put({key: self.values.get(key, ABSENT) for key in keys})
 
     def put(self, changed: Mapping[Any, Any]) -> None:
         """Set the owner's values under some keys; ABSENT removes a key."""
@@ -112,9 +112,9 @@ class StateSnapshot:
     def changes_to(self, after: StateSnapshot) -> Mapping[str, bool]:
         """Return the places whose values changed, each with whether its content is compared."""
         return {
-            place: leaf.is_number
+            place: leaf.is_content
             for place, leaf in after.leaves.items()
-            if place not in self.leaves or self.leaves[place].told_by != leaf.told_by
+            if place not in self.leaves or self.leaves[place].comparable != leaf.comparable
         }
 
 
@@ -136,7 +136,7 @@ class StateScope:
         """Record the current state."""
         walk = _StateWalk({file.__name__ for file in self.files})
         for name, value in os.environ.items():
-            walk.found.leaves[f"os.environ[{name!r}]"] = StateValue(value, is_number=True)
+            walk.found.leaves[f"os.environ[{name!r}]"] = StateValue(value, is_content=True)
         with torch._C.DisableTorchFunction():  # otherwise a trace would record these reads as ops
             for file in self.files:
                 walk.look_into(vars(file), Path(str(file.__file__)).name)
@@ -172,9 +172,9 @@ class _StateWalk:
     def look_into(self, owner: Any, name: str) -> None:
         """Record the values of a module, or of a file's globals."""
         self.met.add(id(owner))
-        held = _held_by(owner)
-        self.found.holders[id(owner)] = Holder(owner, held)
-        for key, value in held.items():
+        values = _values_of(owner)
+        self.found.holders[id(owner)] = Holder(owner, values)
+        for key, value in values.items():
             if key in _MODULE_COLLECTIONS and not value:  # a library may add hooks when it runs
                 if isinstance(value, dict):
                     self.found.holders[id(value)] = Holder(value, {})
@@ -184,30 +184,32 @@ class _StateWalk:
     def look(self, place: str, value: Any) -> None:
         """Record a value, or walk into it."""
         if isinstance(value, PLAIN):
-            told_by = repr(value) if isinstance(value, _COMPARED_BY_REPR) else (type(value), value)
-            self.found.leaves[place] = StateValue(told_by, is_number=True)
+            comparable = (
+                repr(value) if isinstance(value, _COMPARED_BY_REPR) else (type(value), value)
+            )
+            self.found.leaves[place] = StateValue(comparable, is_content=True)
         elif isinstance(value, torch.Tensor):
             self._look_at_tensor(place, value)
         elif isinstance(value, np.ndarray):
             if value.nbytes <= _LARGEST_BYTES:
-                self.found.leaves[place] = StateValue(value.tobytes(), is_number=True)
+                self.found.leaves[place] = StateValue(value.tobytes(), is_content=True)
         elif id(value) not in self.met:
             self.met.add(id(value))
             if isinstance(value, Iterator):
-                self.found.leaves[place] = StateValue(_progress(value), is_number=True)
+                self.found.leaves[place] = StateValue(_progress(value), is_content=True)
             if isinstance(value, _CACHED) and value.__module__ in self.files:
                 self.found.caches.append(value)
-                self.found.leaves[place] = StateValue(value.cache_info().currsize, is_number=False)
+                self.found.leaves[place] = StateValue(value.cache_info().currsize, is_content=False)
             for name, inner in self._inside(value):
                 self.look(_joined(place, name), inner)
 
     def _look_at_tensor(self, place: str, tensor: torch.Tensor) -> None:
         """Record a tensor's identity, and its version counter if it has values."""
-        self.found.leaves[place] = StateValue(id(tensor), is_number=False, held=tensor)
+        self.found.leaves[place] = StateValue(id(tensor), is_content=False, tensor=tensor)
         if not isinstance(tensor, FakeTensor) and not tensor.is_inference():
             written = (id(tensor), tensor._version)
             self.found.leaves[_joined(place, "[:]")] = StateValue(
-                written, is_number=True, held=tensor
+                written, is_content=True, tensor=tensor
             )
 
     def _inside(self, value: Any) -> Iterable[tuple[str, Any]]:
@@ -246,10 +248,10 @@ class _StateWalk:
         yield from self._of_holder(function)
 
     def _of_holder(self, value: Any) -> Iterator[tuple[str, Any]]:
-        held = _held_by(value)
+        values = _values_of(value)
         if not isinstance(value, (tuple, frozenset)):
-            self.found.holders[id(value)] = Holder(value, held)
-        for key, inner in held.items():
+            self.found.holders[id(value)] = Holder(value, values)
+        for key, inner in values.items():
             if isinstance(value, CellType):
                 yield "", inner
             elif isinstance(value, _CONTAINERS):
@@ -260,7 +262,7 @@ class _StateWalk:
                 yield f".{key}", inner
 
 
-def _held_by(owner: Any) -> Mapping[Any, Any]:
+def _values_of(owner: Any) -> Mapping[Any, Any]:
     """Return the values that something holds, by key, index or attribute."""
     if isinstance(owner, dict):
         return dict(owner)
@@ -292,8 +294,8 @@ def _progress(iterator: Iterator[Any]) -> Any:
     if not isinstance(iterator, GeneratorType):
         return operator.length_hint(iterator, -1)
     frame = iterator.gi_frame
-    held = {} if frame is None else frame.f_locals
-    plain = tuple((name, repr(one)) for name, one in held.items() if isinstance(one, PLAIN))
+    variables = {} if frame is None else frame.f_locals
+    plain = tuple((name, repr(one)) for name, one in variables.items() if isinstance(one, PLAIN))
     return frame is not None and frame.f_lasti, plain
 
 

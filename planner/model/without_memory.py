@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from autopar.planner.errors import InputError
 from autopar.planner.model.guard import ModelMovedError, not_moved
 from autopar.planner.model.model_file import ModelFile
-from autopar.runtime.model.held_tensors import sharing
+from autopar.runtime.model.plain_tensors import sharing
 from autopar.runtime.tensor.shards import made_like
 from autopar.runtime.weights.plain_model import plain_model
 from autopar.runtime.weights.recording.recorded_model import meta_model, strip

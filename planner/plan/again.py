@@ -186,15 +186,15 @@ _OF_A_CHOICE = ("deadline_seconds", "budget_usd")  # such a demand chooses a num
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Resized:
+class ResizedConstraints:
     """The constraints for another number of devices, and those that were dropped."""
 
     constraints: Constraints
     dropped: tuple[Declared, ...]
 
 
-def resized_constraints(plan: StoredPlan, devices: int) -> Resized:
-    """Return a plan's constraints, its global batch, precision and float8, for other devices.
+def resized_constraints(plan: StoredPlan, devices: int) -> ResizedConstraints:
+    """Return constraints for other devices: a plan's, with its batch, precision and float8.
 
     Dropped are deadline and budget and, one by one, demands that leave no degrees for so many
     devices. The search reports any other demand that cannot be met.
@@ -223,7 +223,7 @@ def resized_constraints(plan: StoredPlan, devices: int) -> Resized:
         if not of_degrees:
             break
         dropped.append(min(of_degrees, key=lambda one: _DROPPED.index(one.field)))
-    return Resized(constraints=constraints_of(rest), dropped=tuple(dropped))
+    return ResizedConstraints(constraints=constraints_of(rest), dropped=tuple(dropped))
 
 
 def _leave_a_plan(declared: Sequence[Declared], devices: int, batch: BatchFacts) -> bool:

@@ -337,9 +337,9 @@ def fewer_as_fast(
 ) -> Fewer | None:
     """Return fewer devices whose step is at most the tolerance longer than the plan's, or None.
 
-    Of several, those with the shortest step. Tries half as many devices, a quarter and so on,
-    powers of two, and one node less. Numbers whose step is too long by the search's bounds are
-    skipped.
+    Tries half as many devices, a quarter and so on, powers of two, and one node less. Numbers whose
+    step is too long by the search's bounds are skipped. If several numbers are as fast, the one
+    with the shortest step is returned.
     """
     constraints = completed(training.constraints, cluster, training.graph)
     exact = replace(training, constraints=replace(constraints, tolerance=0.0))

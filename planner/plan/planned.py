@@ -34,7 +34,7 @@ from autopar.planner.plan.fleet import (
 from autopar.planner.plan.plan import BatchFacts, Plan, PlannedCount, with_graph
 from autopar.planner.plan.search.demands import check_float8, check_memory
 from autopar.planner.plan.search.space import allow_degrees, check_degrees
-from autopar.planner.plan.solving.prices import Place, PricedPlace, Prices
+from autopar.planner.plan.solving.prices import LayoutKey, Prices, StoredPrices
 from autopar.planner.plan.traced import TracedModel
 
 
@@ -117,11 +117,11 @@ def plan_training(
     known = cache.find(CachedSearch, question)
     found = _planned_before(known, training, demands) if known is not None else None
     if found is None:
-        prices = Prices(recall=lambda place: cache.find(PricedPlace, _of_place(training, place)))
+        prices = Prices(recall=lambda key: cache.find(StoredPrices, _prices_key(training, key)))
         found = _searched(training, demands, report, prices)
         if _is_final(found, demands):
             cache.keep(_cached(found), question)
-        cache.keep_all((one, _of_place(training, place)) for place, one in prices.grown())
+        cache.keep_all((one, _prices_key(training, key)) for key, one in prices.grown())
     if demands.constraints.precision.scales_loss:
         check_means(training.graph, microbatch=found.plan.arrangement.microbatch)
     return found
@@ -147,10 +147,10 @@ def _searched(
     return Planned(training=training, curve=curve, choice=choice, fewer=fewer)
 
 
-def _of_place(training: Training, place: Place) -> tuple[object, ...]:
-    """Return the key of a place in the cache: all that its layouts and prices depend on."""
+def _prices_key(training: Training, key: LayoutKey) -> tuple[object, ...]:
+    """Return the key in the cache: everything that the layouts and prices of `key` depend on."""
     asked = training.constraints
-    return (*_priced(training), asked.precision, asked.float8, asked.compile, place)
+    return (*_priced(training), asked.precision, asked.float8, asked.compile, key)
 
 
 def _priced(training: Training) -> tuple[object, ...]:

@@ -27,9 +27,7 @@ class TracedModel:
     graph: Graph  # with the moments of its optimizer
     optimizer: OptimizerTraits | None  # None if it cannot be tried here
     notes: tuple[str, ...] | None = None
-    is_recalled: bool = (
-        False  # whether it is from the cache, and must be checked before a script is written
-    )
+    is_recalled: bool = False  # from the cache: to be checked before a script is written
 
 
 def trace_model(
@@ -44,7 +42,7 @@ def trace_model(
     """Trace a model file, and try its optimizer.
 
     `rows` are those of a microbatch, for a model that accepts only one number of rows. If layers
-    may be compiled (`compiles`), it is tried whether torch.compile can trace them.
+    may be compiled (`compiles`), the graph also gets the lines that torch.compile cannot trace.
     """
     from autopar.planner.findings.optimizer import optimizer_traits  # needs torch
     from autopar.planner.trace import trace_for_rows

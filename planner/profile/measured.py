@@ -35,7 +35,7 @@ from autopar.planner.files import (
     damaged,
     is_written,
     read_given,
-    told,
+    validation_messages,
     write_whole,
 )
 from autopar.version import __version__
@@ -202,7 +202,7 @@ def parse_measurements(source: str, *, where: str) -> MeasuredFile:
         text = json.dumps({**envelope, "measured": table}, default=lambda _: None)
         measured = _ProfileFile.model_validate_json(text).measured
     except ValidationError as error:
-        raise _damaged(told(error), where) from None
+        raise _damaged(validation_messages(error), where) from None
     faults = list(_faults(measured))
     if faults:
         raise _damaged(faults, where)

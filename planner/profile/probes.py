@@ -170,7 +170,7 @@ class Probe:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Met:
+class _FirstOp:
     """The first op that has a key, and how it is split."""
 
     op: Op
@@ -179,8 +179,8 @@ class _Met:
 
 def find_probes(pricer: OpPricer, *, degrees: Sequence[int]) -> tuple[Probe, ...]:
     """Return a probe per key, unsplit ops first; an op that moves nothing (a view) has none."""
-    whole: dict[OpKey, _Met] = {}
-    split: dict[OpKey, _Met] = {}
+    whole: dict[OpKey, _FirstOp] = {}
+    split: dict[OpKey, _FirstOp] = {}
     uses: dict[OpKey, int] = {}
     for op in pricer.graph.ops:
         for division in (None, *_splits(op, pricer, degrees)):
@@ -188,7 +188,7 @@ def find_probes(pricer: OpPricer, *, degrees: Sequence[int]) -> tuple[Probe, ...
                 continue
             key = pricer.key(op, division)
             uses[key] = uses.get(key, 0) + 1
-            (split if division else whole).setdefault(key, _Met(op=op, split=division))
+            (split if division else whole).setdefault(key, _FirstOp(op=op, split=division))
     strides = strides_of(
         pricer.graph,
         batch=pricer.batch,
@@ -224,7 +224,7 @@ def _needs_no_probe(pricer: OpPricer, op: Op, split: OpSplit | None) -> bool:
 
 
 def _probe(
-    pricer: OpPricer, key: OpKey, met: _Met, strides: Mapping[str, tuple[int, ...]], uses: int
+    pricer: OpPricer, key: OpKey, met: _FirstOp, strides: Mapping[str, tuple[int, ...]], uses: int
 ) -> Probe:
     shapes = pricer.shapes(met.op, met.split)
     operands = tuple(_operand(pricer, shapes, name, strides[name]) for name in met.op.inputs)

@@ -27,9 +27,9 @@ from autopar.planner.profile.probes import Probe, find_probes
 from autopar.planner.profile.rounds import (
     EVICTED_BYTES,
     Baseline,
-    LeftOut,
     Limits,
-    Sampled,
+    SampledTimes,
+    UnmeasuredOp,
     measure,
 )
 
@@ -53,7 +53,7 @@ class Profiled:
     """The measurements, the ops that were not measured and why, and the seconds in all."""
 
     measured: MeasuredFile
-    left_out: tuple[LeftOut, ...]
+    left_out: tuple[UnmeasuredOp, ...]
     seconds: float
 
 
@@ -153,7 +153,7 @@ def _free_bytes(place: ProfiledDevice) -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def _op(sampled: Sampled) -> MeasuredOp:
+def _op(sampled: SampledTimes) -> MeasuredOp:
     return MeasuredOp(
         key=sampled.key,
         timing=sampled.timing,

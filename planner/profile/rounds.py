@@ -41,7 +41,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sampled:
+class SampledTimes:
     """The median times of an op, and the number of its samples."""
 
     key: OpKey
@@ -50,7 +50,7 @@ class Sampled:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LeftOut:
+class UnmeasuredOp:
     """An op that was not measured, and why; formulas are used for it."""
 
     probe: Probe
@@ -88,7 +88,7 @@ def measure(
     limits: Limits,
     baseline: Baseline,
     report: Callable[[str], None] = lambda _: None,
-) -> tuple[tuple[Sampled, ...], tuple[LeftOut, ...]]:
+) -> tuple[tuple[SampledTimes, ...], tuple[UnmeasuredOp, ...]]:
     """Return the medians of all ops that ran within the limits, and the ops that were left out.
 
     Groups take turns. A slow minute of the machine then affects some samples of all groups, not all
@@ -141,8 +141,10 @@ def _groups(probes: Sequence[Probe], most_bytes: int) -> Iterator[list[Probe]]:
         yield group
 
 
-def _too_large(probe: Probe) -> LeftOut:
-    return LeftOut(probe=probe, reason=f"needs {bytes_text(probe.size_bytes)}, more than is free")
+def _too_large(probe: Probe) -> UnmeasuredOp:
+    return UnmeasuredOp(
+        probe=probe, reason=f"needs {bytes_text(probe.size_bytes)}, more than is free"
+    )
 
 
 def _visit(
@@ -175,18 +177,18 @@ def _is_wanted(one: _RunningProbe, op_seconds: float, most_samples: float) -> bo
 
 def _started(
     group: Sequence[Probe], device: str, share_seconds: float
-) -> tuple[list[_RunningProbe], list[LeftOut], float]:
+) -> tuple[list[_RunningProbe], list[UnmeasuredOp], float]:
     """Call every probe twice; return the probes, those left out, and the first calls' extra time.
 
     A probe is left out if it cannot be called at these sizes, or if the probes before it need the
     whole share of the time for FEWEST_SAMPLES of each.
     """
     running: list[_RunningProbe] = []
-    left_out: list[LeftOut] = []
+    left_out: list[UnmeasuredOp] = []
     needed_seconds = warming_seconds = 0.0
     for probe in group:
         if needed_seconds >= share_seconds:
-            left_out.append(LeftOut(probe=probe, reason="the time was up"))
+            left_out.append(UnmeasuredOp(probe=probe, reason="the time was up"))
             continue
         try:
             call = ProbeCall(probe=probe, device=device)
@@ -194,7 +196,7 @@ def _started(
             again = _run_seconds(call)
         except _FAULTS as fault:
             reason = str(fault).strip().split("\n")[0] or type(fault).__name__
-            left_out.append(LeftOut(probe=probe, reason=reason))
+            left_out.append(UnmeasuredOp(probe=probe, reason=reason))
             continue
         needed_seconds += (2 + FEWEST_SAMPLES) * again
         warming_seconds += max(0.0, first - again)
@@ -255,9 +257,9 @@ def _round(turn: Sequence[_RunningProbe], clock: Clock, scratch: torch.Tensor) -
         call.forget()
 
 
-def _summed(one: _RunningProbe, baseline: Baseline) -> Sampled:
+def _summed(one: _RunningProbe, baseline: Baseline) -> SampledTimes:
     backward = median(one.backward) - baseline.backward_seconds if one.backward else 0.0
-    return Sampled(
+    return SampledTimes(
         key=one.probe.key,
         timing=Timing(
             forward_seconds=max(0.0, median(one.forward) - baseline.forward_seconds),

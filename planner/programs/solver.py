@@ -285,7 +285,7 @@ class _ProgramRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WholeNumbers:
-    """The result of a search for whole numbers: no solution has a first column below `bound`."""
+    """The result of `solve_whole`; the first column is at least `bound` in every solution."""
 
     bound: float
     are_found: bool

@@ -1,1 +1,1 @@
-"""The table of ops: what may be split, what each costs, and what it saves for the backward."""
+"""The table of ops: the dims that may be split, FLOPs, and tensors saved for the backward."""

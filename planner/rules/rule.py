@@ -42,7 +42,7 @@ class MatrixProducts:
 class Computation:
     """What an op computes on one rank.
 
-    `flops` and `backward_flops` do not count the products: in the backward, each of these is one
+    `flops` and `backward_flops` do not count `products`. The backward of a product is one more
     product for each factor that needs a gradient. The op runs `steps` in sequence. Each has, beside
     its products, one element-wise kernel, or `unfused` kernels if no library fuses them. `kept` is
     the number of elements that are made only for the backward.
@@ -181,7 +181,7 @@ class Traffic(StrEnum):
 class Linear(StrEnum):
     """In which inputs an op is linear: a partial sum in these gives a partial sum as the result."""
 
-    UNTOLD = "untold"  # the table does not say
+    UNKNOWN = "unknown"  # the table does not say
     NO = "no"
     FIRST = "first"  # in the first input; the others only give an index, a shape or a dtype
     JOINTLY = "jointly"  # in all inputs together: a sum, a view, a concatenation
@@ -224,8 +224,8 @@ class SplitForm:
     If a rule has no form, ranks run the op itself. `letter` is one of the signature's `letters`.
     Ranks call the runtime's `function`; if that is empty, they run the op and multiply its result
     by their share of the letter. `gives` is the result's layout: P, or I if the function adds up
-    the ranks' terms. `sends` lists the collectives in the function's forward, and how many fp32
-    numbers a rank sends in each for a row (for all positions of the letter together).
+    the ranks' terms. `sends` lists the collectives in the function's forward, each with the number
+    of fp32 values that a rank sends for a row: for all positions of the letter together.
     """
 
     letter: str
@@ -260,7 +260,7 @@ class Rule:
     saves: tuple[SavedForBackward, ...] = ()
     kind: OpKind = OpKind.OTHER
     traffic: Traffic = Traffic.ALL
-    linear: Linear = Linear.UNTOLD
+    linear: Linear = Linear.UNKNOWN
     added: str = "bias"
     sizes: str = ""
     cuts: tuple[str, ...] = ()

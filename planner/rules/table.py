@@ -1,7 +1,8 @@
 """The table of rules: one row per op, similar to einsum.
 
-The letters say what may be split: a letter of operands and results is split in all of them; a
-letter of operands only is summed over, so splitting it leaves a partial sum; `[d]` is not split.
+A letter stands for a dim that may be split. It is split in all operands and results that have it;
+if only operands have it, it is summed over, so splitting it leaves a partial sum. `[d]` is not
+split.
 Without a row, an op's plan is not wrong, only slower: the op is split along its batch dim if its
 sizes show one, and else not at all.
 """

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from autopar.planner.errors import AutoparError, InputError, TraceError
 from autopar.planner.graph.graph import Graph, batch_key
-from autopar.planner.graph.ops import Left
+from autopar.planner.graph.ops import StateChange
 from autopar.planner.model.guard import ModelMovedError
 from autopar.planner.model.model_file import ModelFile
 from autopar.planner.precision import Precision
@@ -188,8 +188,8 @@ def _stateless(subject: TracedSubject, *, is_noticed: bool, has_fixed_rows: bool
         second = how(found=left)
     except (InputError, TraceError) as error:
         raise depends_on_outside(place, subject.path) from error
-    for counted, is_number in second.traces.changed.items():
-        if is_number:
+    for counted, is_content in second.traces.changed.items():
+        if is_content:
             raise counts_outside(counted, subject.path)
     if left.read or _computed_in(second.graph) != _computed_in(first.graph):
         raise depends_on_outside(place, subject.path)
@@ -201,12 +201,12 @@ def _computed_in(graph: Graph) -> Graph:
 
     These changes may differ, because only the first step fills caches.
     """
-    calls = {key: replace(call, left=Left.NOTHING) for key, call in graph.calls.items()}
+    calls = {key: replace(call, left=StateChange.NOTHING) for key, call in graph.calls.items()}
     return replace(graph, calls=calls)
 
 
 def _graph_in_modes(subject: TracedSubject, *, is_noticed: bool, is_half: bool) -> Graph:
-    """Return a subject's graph; it names parts in eval mode if it differs in training mode."""
+    """Return a subject's graph, which names parts in eval mode if train mode changes the ops."""
     graph = _graph(subject, is_noticed=is_noticed, is_half=is_half)
     parts = parts_in_eval_mode(subject.model)
     if not parts:

@@ -308,7 +308,7 @@ class Calls:
             keywords=tuple((name, structured(value)) for name, value in keywords.items()),
             result=None,
             is_batch_norm=isinstance(self.recording.modules.get(path), _BatchNorm),
-            left=self.recording.left_by(str(recorded)),
+            left=self.recording.state_change(str(recorded)),
             mode_is_set=str(recorded) in self.recording.modes_set,
             spans=spans_of(node),
         )
@@ -351,7 +351,7 @@ class Calls:
     def _given(self, node: fx.Node, scope: Scope) -> tuple[Any, Any]:
         """Return the positional and the keyword arguments of a call."""
         tensors, recorded = operands_of(node)
-        border = self.recording.entered[str(recorded)]
+        border = self.recording.arguments[str(recorded)]
         given: tuple[Any, Any] = pytree.tree_unflatten(
             self._leaves(tensors, border, scope), border.spec
         )
@@ -359,7 +359,7 @@ class Calls:
 
     def _returned(self, node: fx.Node, scope: Scope) -> Value:
         tensors, recorded = operands_of(node)
-        border = self.recording.left[str(recorded)]
+        border = self.recording.results[str(recorded)]
         return structured(pytree.tree_unflatten(self._leaves(tensors, border, scope), border.spec))
 
     def _leaves(self, tensors: Any, border: record.Border, scope: Scope) -> list[Any]:

@@ -139,7 +139,7 @@ def export(
     except (AutoparError, KeyboardInterrupt):
         raise
     except BaseException as error:
-        raise told(error, subject) from error
+        raise trace_error(error, subject) from error
     without_outs(program.graph_module)
     return ExportedTrace(
         program=program,
@@ -329,7 +329,7 @@ _REASONS: tuple[tuple[str, str, str], ...] = (
 )
 
 
-def told(error: BaseException, subject: TracedSubject) -> TraceError:
+def trace_error(error: BaseException, subject: TracedSubject) -> TraceError:
     """Return the error of a failed trace as one message with file, line and module."""
     root = error
     while root.__cause__ is not None:

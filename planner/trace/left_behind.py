@@ -44,9 +44,9 @@ class LeftBehind:
 def left_by_call(before: StateSnapshot, after: StateSnapshot) -> tuple[StateValue, ...]:
     """Return what a call changed: values compared by content, and tensors computed in the step."""
     changed = [after.leaves[place] for place in before.changes_to(after)]
-    tensors = [one for one in changed if isinstance(one.held, FakeTensor)]
-    made = [one for one in tensors if _is_made_of_step(one.held)]
-    return (*(one for one in changed if one.is_number), *made)
+    tensors = [one for one in changed if isinstance(one.tensor, FakeTensor)]
+    made = [one for one in tensors if _is_made_of_step(one.tensor)]
+    return (*(one for one in changed if one.is_content), *made)
 
 
 def left_behind(before: StateSnapshot, after: StateSnapshot) -> LeftBehind:
@@ -55,7 +55,7 @@ def left_behind(before: StateSnapshot, after: StateSnapshot) -> LeftBehind:
     for key, holder in before.holders.items():
         later = after.holders.get(key)
         if later is not None and later.owner is holder.owner:
-            changed = _changed(holder.held, later.held, left.replaced)
+            changed = _changed(holder.values, later.values, left.replaced)
             if changed:
                 left.changed.append((holder, changed))
     left.read = any(map(_is_stale, after.caches))

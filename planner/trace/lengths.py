@@ -105,7 +105,7 @@ def _resized(file: ModelFile, sizes: _Sizes, rows: int) -> dict[str, Any]:
 
 
 def _is_alike(graph: Graph, other: Graph) -> bool:
-    """Whether two graphs compute the same, except for numbers."""
+    """Whether two graphs have equal ops, tensors and constants, but for sizes and arguments."""
     ops = [
         [(op.name, op.target, op.inputs, op.outputs, op.call) for op in g.ops]
         for g in (graph, other)

@@ -31,7 +31,13 @@ from torch.fx import node as fx_node
 from torch.fx.experimental import proxy_tensor
 from torch.utils import _pytree as pytree
 
-from autopar.planner.graph.ops import LOSS_CALL, LOSS_FUNCTION, GradientUse, Left, OwnGradient
+from autopar.planner.graph.ops import (
+    LOSS_CALL,
+    LOSS_FUNCTION,
+    GradientUse,
+    OwnGradient,
+    StateChange,
+)
 from autopar.planner.model.functions import has_backward_hooks, has_hooks, plain_functions
 from autopar.planner.model.outside import StateScope, StateSnapshot, StateValue
 from autopar.planner.trace.build import Loss
@@ -79,14 +85,13 @@ class TraceRecording:
     # the key of a plain function's call → the module and the name of the function
     plain: dict[str, tuple[str, str]] = field(default_factory=dict)
     parents: dict[str, str | None] = field(default_factory=dict)
-    entered: dict[str, Border] = field(default_factory=dict)  # each call's arguments
-    left: dict[str, Border] = field(default_factory=dict)  # each call's result
+    arguments: dict[str, Border] = field(default_factory=dict)  # of each call
+    results: dict[str, Border] = field(default_factory=dict)  # of each call
     templates: dict[Hashable, Template] = field(default_factory=dict)
     replays: dict[str, Template] = field(default_factory=dict)
     own_gradients: list[OwnGradient] = field(default_factory=list)
-    kept: dict[str, tuple[StateValue, ...]] = field(
-        default_factory=dict
-    )  # the Python state that each call changed
+    # the Python state that each call changed
+    changed_state: dict[str, tuple[StateValue, ...]] = field(default_factory=dict)
     modes: dict[str, bool] = field(default_factory=dict)  # of modules, before the step
     modes_set: set[str] = field(default_factory=set)  # calls of modules whose mode has changed
     at_end: frozenset[Any] = frozenset()  # comparable forms of all values after the step
@@ -100,12 +105,12 @@ class TraceRecording:
         self.plain.clear()
         for names in (self.paths, self.classes, self.parents):
             names.clear()
-        for borders in (self.entered, self.left):
+        for borders in (self.arguments, self.results):
             borders.clear()
         self.templates.clear()
         self.replays.clear()
         self.own_gradients.clear()
-        self.kept.clear()
+        self.changed_state.clear()
         self.modes_set.clear()
         self.modes = {path: module.training for path, module in self.modules.items()}
 
@@ -118,13 +123,15 @@ class TraceRecording:
         """Return a snapshot of the Python state that a call may change."""
         return self.outside.around(self.paths[call]).snapshot()
 
-    def left_by(self, call: str) -> Left:
+    def state_change(self, call: str) -> StateChange:
         """Return whether a call changed Python state, and whether the change outlives the step."""
-        left = self.kept.get(call, ())
-        stays = all(one.is_number or one.told_by in self.at_end for one in left)
-        return (Left.BEHIND if stays else Left.FOR_A_WHILE) if left else Left.NOTHING
+        changed = self.changed_state.get(call, ())
+        if not changed:
+            return StateChange.NOTHING
+        stays = all(one.is_content or one.comparable in self.at_end for one in changed)
+        return StateChange.BEHIND if stays else StateChange.FOR_A_WHILE
 
-    def held_by(self, call: str) -> Hashable:
+    def attribute_ids(self, call: str) -> Hashable:
         """Return the identities of a module's attributes, including its children's."""
         return tuple(
             (id(module), name, tuple(map(id, pytree.tree_leaves(value))))
@@ -223,7 +230,7 @@ def _noting_call(
     def call(*args: Any, **kwargs: Any) -> Any:
         leaves, spec = pytree.tree_flatten((args, kwargs))
         key = recording.open(path, type(module).__name__)
-        recording.entered[key] = _mark(torch.ops.autopar.enter, leaves, spec, key)
+        recording.arguments[key] = _mark(torch.ops.autopar.enter, leaves, spec, key)
         if module.training is not recording.modes[path]:
             recording.modes_set.add(key)
         if has_backward_hooks(module):
@@ -235,9 +242,9 @@ def _noting_call(
                 result = _run_or_replay(recording, key, original, args, kwargs)
         finally:
             recording.open_calls.pop()
-        recording.kept[key] = left_by_call(before, recording.seen_by(key))
+        recording.changed_state[key] = left_by_call(before, recording.seen_by(key))
         seen = pytree.tree_flatten(_with_fields(result))
-        recording.left[key] = _mark(torch.ops.autopar.leave, *seen, key)
+        recording.results[key] = _mark(torch.ops.autopar.leave, *seen, key)
         return result
 
     return call
@@ -267,14 +274,14 @@ def _functions_recorded(recording: TraceRecording) -> Iterator[None]:
         owner = recording.paths[recording.open_calls[-1]] if recording.open_calls else "(loss)"
         call = recording.open(f"{owner}/{cls.__name__}", cls.__name__)
         recording.functions.add(call)
-        recording.entered[call] = _mark(
+        recording.arguments[call] = _mark(
             torch.ops.autopar.enter, *pytree.tree_flatten((args, {})), call
         )
         try:
             result = plain(*args)
         finally:
             recording.open_calls.pop()
-        recording.left[call] = _mark(torch.ops.autopar.leave, *pytree.tree_flatten(result), call)
+        recording.results[call] = _mark(torch.ops.autopar.leave, *pytree.tree_flatten(result), call)
         return result
 
     with patch.object(torch.autograd.Function, "apply", classmethod(apply)):
@@ -302,9 +309,9 @@ def _noting(
         call = f"{place[1]}()@{len(recording.plain)}"
         recording.plain[call] = place
         given = pytree.tree_flatten((args, kwargs))
-        recording.entered[call] = _mark(torch.ops.autopar.begin, *given, call)
+        recording.arguments[call] = _mark(torch.ops.autopar.begin, *given, call)
         result = function(*args, **kwargs)
-        recording.left[call] = _mark(torch.ops.autopar.end, *pytree.tree_flatten(result), call)
+        recording.results[call] = _mark(torch.ops.autopar.end, *pytree.tree_flatten(result), call)
         return result
 
     return noting
@@ -323,13 +330,15 @@ def _run_or_replay(
         recording.replays[call] = template
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         return template.result(leaves, iter(torch.ops.autopar.replay(tensors, call)))
-    before, seen = recording.held_by(call), recording.seen_by(call)
+    before, seen = recording.attribute_ids(call), recording.seen_by(call)
     result = function(*args, **kwargs)
     made = template_of(call, leaves, result)
     # A block that stores tensors elsewhere than in its result (in a list, in an attribute such as
     # `self.aux_loss`) must run each time: a replay would not store them.
     leaves_after, _ = pytree.tree_flatten((args, kwargs))
-    is_pure = before == recording.held_by(call) and not seen.changes_to(recording.seen_by(call))
+    is_pure = before == recording.attribute_ids(call) and not seen.changes_to(
+        recording.seen_by(call)
+    )
     is_pure &= list(map(id, leaves)) == list(map(id, leaves_after))
     if key is not None and made is not None and is_pure:
         recording.templates[key] = made

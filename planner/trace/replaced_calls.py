@@ -235,7 +235,8 @@ def refuse_call(func: Callable[..., Any]) -> None:
 def refuse_learning_outside(args: Iterable[Any]) -> None:
     """Raise TraceError if code computes with a trainable parameter that is not the model's.
 
-    During a trace stand-ins replace the model's own parameters, so an nn.Parameter is another one.
+    During a trace stand-ins replace the model's own parameters, so an nn.Parameter is not one of
+    them.
     """
     if any(type(one) is torch.nn.Parameter and one.requires_grad for one in args):
         found, expected, fix = _LEARNS_OUTSIDE

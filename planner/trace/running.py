@@ -120,7 +120,7 @@ class Traces:
 
 @dataclass(slots=True)
 class TracedRun:
-    """Runs a step on the Python state that an earlier step left, and records its changes of it."""
+    """Runs a step, from the Python state that `found` has, and records what it changes there."""
 
     recording: TraceRecording
     traces: Traces
@@ -143,7 +143,7 @@ class TracedRun:
                 check_same_parameters(step.model, parameters, str(step.path))
             self.recording.is_running = False
             after = outside.snapshot()
-            self.recording.at_end = frozenset(leaf.told_by for leaf in after.leaves.values())
+            self.recording.at_end = frozenset(leaf.comparable for leaf in after.leaves.values())
             self.traces.changed = before.changes_to(after)
             self.traces.left = left_behind(before, after)
         finally:

@@ -113,7 +113,7 @@ def claim(folder: Location, *, note: Callable[[str], None] = lambda _: None) -> 
     if before is None and _created(folder, holder):
         return Claim(folder, holder)
     before = before or holder_of(folder)  # another process was faster
-    if before is not None and _is_held(folder, before, note):
+    if before is not None and _is_claimed(folder, before, note):
         raise TakenError(before)
     _put(folder, holder)
     time.sleep(_SETTLING_SECONDS)
@@ -136,7 +136,7 @@ def holder_of(folder: Location) -> FolderHolder | None:
     return None if is_copy else found
 
 
-def is_held(folder: Location) -> bool:
+def is_claimed(folder: Location) -> bool:
     """Whether a process holds a folder.
 
     A holder on another machine is judged by the age of its last heartbeat.
@@ -201,7 +201,7 @@ def _machine() -> str:
     return "/".join(found)
 
 
-def _is_held(folder: Location, holder: FolderHolder, note: Callable[[str], None]) -> bool:
+def _is_claimed(folder: Location, holder: FolderHolder, note: Callable[[str], None]) -> bool:
     """Whether another process holds a folder. Earlier claims of this process do not count."""
     if holder.is_here:
         return holder.process != os.getpid() and holder.may_live

@@ -19,17 +19,17 @@ from autopar.runtime.checkpointing.model_files import (
     ModelFiles,
     WeightsFile,
     files_of_model,
+    place_and_size,
     refuse_foreign,
-    told,
     write_model,
 )
 from autopar.runtime.checkpointing.owners import (
-    Here,
+    LocalTensors,
     Owned,
     Owners,
     every_rank,
+    local_weights,
     overlaps,
-    weights_held,
 )
 from autopar.runtime.checkpointing.safetensors_file import Entry, as_bytes, in_file_order
 from autopar.runtime.checkpointing.writing import export_dtype, exported_of, tied_names
@@ -178,8 +178,10 @@ def export(
     if to is None:
         return
     exported = exported_of(parts, begun.recipe.dtypes, mesh)
-    local_tensors = [one for one in weights_held(parts, optimizer) if one.key in exported]
-    whole_model = _Whole(Owners(mesh).of(local_tensors), Here(local_tensors), exported, begun, mesh)
+    local_tensors = [one for one in local_weights(parts, optimizer) if one.key in exported]
+    whole_model = _Whole(
+        Owners(mesh).of(local_tensors), LocalTensors(local_tensors), exported, begun, mesh
+    )
     try:
         _write(whole_model, to, exported, mesh)
     except OSError as error:
@@ -208,7 +210,7 @@ def _write(
     else:
         files = saved.files
         write_model(to.place, files, saved.tensor_of)
-    say(f"the trained weights are {told(to.place, files)}")
+    say(f"the trained weights are {place_and_size(to.place, files)}")
     if whole_model.rounded:
         say(_note_rounded(whole_model.rounded))
 
@@ -219,7 +221,7 @@ class _Whole:
     def __init__(
         self,
         owned: Sequence[Owned],
-        here: Here,
+        here: LocalTensors,
         exported: Mapping[str, ExportedWeight],
         begun: WeightsOrigin,
         mesh: Mesh,
@@ -233,7 +235,7 @@ class _Whole:
     def entries(self) -> list[Entry]:
         """Return the entries of the files, in the same order under every plan."""
         return in_file_order(
-            Entry(name=key, dtype=self._dtype(own[0]), shape=own[0].held.global_shape)
+            Entry(name=key, dtype=self._dtype(own[0]), shape=own[0].shard.global_shape)
             for key, own in self._owned.items()
         )
 
@@ -243,7 +245,7 @@ class _Whole:
         Every rank calls this for the same tensors in the same order.
         """
         owned = self._owned[name]
-        shape, first = owned[0].held.global_shape, self._mesh.rank == 0
+        shape, first = owned[0].shard.global_shape, self._mesh.rank == 0
         full = torch.empty(shape if first else (0,), dtype=owned[0].dtype)
         for one in owned:
             piece = self._moved(one)

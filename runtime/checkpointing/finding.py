@@ -29,7 +29,7 @@ from autopar.runtime.checkpointing.manifest import (
     read_moment,
 )
 from autopar.runtime.checkpointing.owners import every_rank
-from autopar.runtime.checkpointing.safetensors_file import Written
+from autopar.runtime.checkpointing.safetensors_file import WrittenFile
 from autopar.runtime.ranks.leaving import say
 from autopar.runtime.ranks.locations import (
     BROKEN,
@@ -128,7 +128,7 @@ def put_in_place(fresh: Location, place: Location, manifest: str) -> None:
 
 
 def give_up(place: Location) -> None:
-    """Mark a checkpoint as unfinished: if its removal is interrupted, it does not look broken."""
+    """Mark a checkpoint as unfinished before its removal, which may be interrupted halfway."""
     gone = _unfinished(place)
     with suppress(OSError):
         if isinstance(place, Path):
@@ -172,7 +172,7 @@ def sound_manifest(folder: Location) -> Manifest:
 class Expected:
     """The contents of a file according to the manifest: the dtype and shape of each tensor."""
 
-    written: Written
+    written: WrittenFile
     entries: Mapping[str, tuple[str, tuple[int, ...]]]
 
 
@@ -348,7 +348,7 @@ def _note(text: str, mesh: Mesh) -> None:
         say(f"note: {text}")
 
 
-def let_go(folder: Location, keep: int, keep_every: int | None) -> None:
+def remove_old_checkpoints(folder: Location, keep: int, keep_every: int | None) -> None:
     """Remove old and unfinished checkpoints.
 
     These checkpoints stay: each `keep_every`-th step's, the newest `keep` of the others, and the

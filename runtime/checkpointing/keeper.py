@@ -15,11 +15,17 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from autopar.runtime.checkpointing.claim import folder_of, opened
 from autopar.runtime.checkpointing.export import Exporting, export, exporting
-from autopar.runtime.checkpointing.finding import Checkpoint, let_go
+from autopar.runtime.checkpointing.finding import Checkpoint, remove_old_checkpoints
 from autopar.runtime.checkpointing.manifest import Moment
 from autopar.runtime.checkpointing.model_files import destination
 from autopar.runtime.checkpointing.owners import every_rank
-from autopar.runtime.checkpointing.progress import GO_ON, Planned, Progress, broken_of, told_broken
+from autopar.runtime.checkpointing.progress import (
+    GO_ON,
+    Planned,
+    Progress,
+    broken_in_words,
+    broken_of,
+)
 from autopar.runtime.checkpointing.restoring import (
     CheckpointSaving,
     Evaluations,
@@ -29,7 +35,7 @@ from autopar.runtime.checkpointing.restoring import (
     restore_random_states,
 )
 from autopar.runtime.checkpointing.signals import PREEMPTED, Garbage, StepProfile, StopSignals
-from autopar.runtime.checkpointing.states import everything_held
+from autopar.runtime.checkpointing.states import local_parts
 from autopar.runtime.checkpointing.watch import Watch
 from autopar.runtime.checkpointing.writing import Agreed, plan_digest, said, snapshot
 from autopar.runtime.data.epochs import epochs_of
@@ -183,11 +189,11 @@ class Keeper:
         """Write the trained weights of the whole model."""
         self._watch.end()
         self._garbage.end()
-        self._wish.let_go()
+        self._wish.restore_handlers()
         assert self._optimizer is not None
         assert self._recipe is not None
-        if self._exporting is not None and (told := self._broken()) is not None:
-            self._refuse_broken(self._last_step, told)
+        if self._exporting is not None and (broken := self._broken()) is not None:
+            self._refuse_broken(self._last_step, broken)
             self._exporting = None
         self._go_back_to_best()
         begun = WeightsOrigin(self._recipe, self._options.weights)
@@ -219,7 +225,7 @@ class Keeper:
         if scheduler is not None:
             _step_again(scheduler, moment.updates)
         self._evaluations.go_on(found.folder.parent, moment.step)
-        owned = self._agreed.owned(everything_held(parts, optimizer))
+        owned = self._agreed.owned(local_parts(parts, optimizer))
         if origin.plan == plan_digest(owned, self._mesh):
             restore_random_states(found, self._mesh)
         else:  # the plan has changed: new random states, different from those of the first steps
@@ -237,8 +243,8 @@ class Keeper:
         assert self._optimizer is not None
         assert self._recipe is not None
         self._stop_if_lost(folder, step)
-        if (told := self._broken()) is not None:
-            self._refuse_broken(step, told)
+        if (broken := self._broken()) is not None:
+            self._refuse_broken(step, broken)
             return
         self._begun_at = begun = time.perf_counter()
         scale = self._loss_scale
@@ -293,7 +299,7 @@ class Keeper:
         self._say(f"kept step {saved.step:,} in {folder} ({waited})")
         try:
             if self._mesh.rank == 0:
-                let_go(folder, self._options.keep, self._options.keep_every)
+                remove_old_checkpoints(folder, self._options.keep, self._options.keep_every)
         except OSError as error:
             self._say(f"note: older checkpoints are still there ({said(error)})")
 
@@ -316,25 +322,25 @@ class Keeper:
     def _broken(self) -> str | None:
         """Return a message that names non-finite parameters on any rank, or None."""
         ranks = every_rank(broken_of(self._parts), self._mesh)
-        return told_broken(ranks) if any(one.count for one in ranks) else None
+        return broken_in_words(ranks) if any(one.count for one in ranks) else None
 
     def _refuse_no_numbers(self) -> None:
         """Exit if parameters are not finite before the first step."""
-        if self._mesh.is_dry_run or (told := self._broken()) is None:
+        if self._mesh.is_dry_run or (broken := self._broken()) is None:
             return
         weights = self._options.weights
         origin = "build_model() makes them so" if weights is None else f"from {weights.files}"
         if self._options.on_nan == GO_ON:
-            self._say(f"note: {told} before the first step ({origin})")
+            self._say(f"note: {broken} before the first step ({origin})")
             return
         refuse(
-            f"{told} before the first step ({origin})",
+            f"{broken} before the first step ({origin})",
             fix="give weights without nan and infinity; --on-nan go-on trains with them",
         )
 
-    def _refuse_broken(self, step: int, told: str) -> None:
+    def _refuse_broken(self, step: int, broken: str) -> None:
         """Print that weights are not finite and so not saved; exit unless --on-nan go-on is set."""
-        found = f"{told} after step {step:,}, and are not kept"
+        found = f"{broken} after step {step:,}, and are not kept"
         if self._options.on_nan == GO_ON:
             self._say(f"note: {found}")
             return

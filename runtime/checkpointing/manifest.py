@@ -14,7 +14,7 @@ from typing import Annotated, Any, TypeAlias
 
 import torch
 
-from autopar.runtime.checkpointing.safetensors_file import Written
+from autopar.runtime.checkpointing.safetensors_file import WrittenFile
 from autopar.runtime.checkpointing.states import STATE, WEIGHT, Scalar
 from autopar.runtime.ranks.locations import MANIFEST, MARK, Location, text_of
 from autopar.runtime.ranks.metrics import Check, Count, NotARecordError, parsed, record
@@ -44,7 +44,7 @@ class BrokenError(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stored:
+class StoredShard:
     """A shard of a logical tensor (explained in owners.py) in a file."""
 
     file: str
@@ -58,7 +58,7 @@ class Logical:
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    shards: tuple[Stored, ...]
+    shards: tuple[StoredShard, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +97,7 @@ class Manifest:
 
     moment: Moment
     origin: CheckpointOrigin
-    files: Mapping[str, Written]
+    files: Mapping[str, WrittenFile]
     tensors: Mapping[str, Logical]
     scalars: Mapping[str, Scalar]
     exported: Mapping[str, ExportedWeight]  # by the name of the weight
@@ -123,7 +123,7 @@ class _TensorDocument:
     def read(self) -> Logical:
         """Return the logical tensor that this document describes."""
         shards = (
-            Stored(file=one.file, entry=one.entry, chunks=Chunks(self.shape, one.ranges))
+            StoredShard(file=one.file, entry=one.entry, chunks=Chunks(self.shape, one.ranges))
             for one in self.shards
         )
         return Logical(dtype=DTYPES[self.dtype], shape=self.shape, shards=tuple(shards))
@@ -145,7 +145,7 @@ class _Document:
     format: int
     moment: Moment
     origin: CheckpointOrigin
-    files: Mapping[str, Written]
+    files: Mapping[str, WrittenFile]
     scalars: Mapping[str, Scalar]
     tensors: Mapping[str, _TensorDocument]
     exported: Mapping[str, _ExportedDocument] = field(default_factory=dict)
@@ -177,7 +177,7 @@ def to_text(manifest: Manifest) -> str:
 
 def read_manifest(folder: Location) -> Manifest:
     """Read the manifest of a checkpoint; may raise BrokenError."""
-    with _told_as_broken():
+    with _raised_as_broken():
         content = _content(folder)
         if content.pop("sha256") != _digest(content):
             raise BrokenError(f"{NAME} has been changed")
@@ -189,7 +189,7 @@ def read_manifest(folder: Location) -> Manifest:
 
 def read_moment(folder: Location) -> Moment:
     """Read only the position from a manifest; checking the rest takes seconds for large models."""
-    with _told_as_broken():
+    with _raised_as_broken():
         return record(Moment, _content(folder).get("moment"), where="moment")
 
 
@@ -201,7 +201,7 @@ def _content(folder: Location) -> dict[str, Any]:
 
 
 @contextmanager
-def _told_as_broken() -> Iterator[None]:
+def _raised_as_broken() -> Iterator[None]:
     try:
         yield
     except FileNotFoundError:
@@ -328,7 +328,7 @@ def _of_cover(one: Logical, pairs: _Pairs) -> str:
     return "" if pairs.left > 0 else "it has more shards than can be compared"
 
 
-def _overlap(shards: Sequence[Stored], dims: int, pairs: _Pairs) -> bool:
+def _overlap(shards: Sequence[StoredShard], dims: int, pairs: _Pairs) -> bool:
     """Whether two shards overlap, found by a sweep along the dim that is cut into most pieces.
 
     Once `pairs` is used up, the answer is False.
@@ -354,7 +354,7 @@ def _overlap(shards: Sequence[Stored], dims: int, pairs: _Pairs) -> bool:
     return False
 
 
-def _meet(one: Stored, other: Stored) -> bool:
+def _meet(one: StoredShard, other: StoredShard) -> bool:
     """Whether two shards overlap in every dim."""
     by_dim = zip(one.chunks.ranges, other.chunks.ranges, strict=True)
     return all(

@@ -230,7 +230,7 @@ def write_model(
         write(folder / name, [content])
 
 
-def told(to: Destination, files: ModelFiles) -> str:
+def place_and_size(to: Destination, files: ModelFiles) -> str:
     """Return a message with the place and the size of the weights."""
     return f"in {to.path}{os.sep if to.is_folder else ''} ({files.size_bytes / 1e6:,.1f} MB)"
 

@@ -79,12 +79,12 @@ def named_tensors(parts: Iterable[nn.Module]) -> Iterator[NamedTensor]:
     for part in parts:
         for group in group_aliases(places(part)):
             first = group[0]
-            held = recorded_chunks(first.module, first.attribute)
-            chunks = with_rows(held or whole(tuple(first.tensor.shape)), first.tensor)
+            recorded = recorded_chunks(first.module, first.attribute)
+            chunks = with_rows(recorded or whole(tuple(first.tensor.shape)), first.tensor)
             yield NamedTensor(names=whole_names(part, group), place=first, chunks=chunks)
 
 
-class Stepped:
+class SteppedPieces:
     """Finds the pieces of each parameter, if the optimizer steps pieces, not whole parameters."""
 
     def __init__(self, optimizer: Optimizer | None) -> None:
@@ -101,9 +101,9 @@ class Stepped:
         return self._pieces.get(id(tensor), ())
 
 
-def weights_held(parts: Iterable[nn.Module], optimizer: Optimizer | None) -> Iterator[LocalPart]:
+def local_weights(parts: Iterable[nn.Module], optimizer: Optimizer | None) -> Iterator[LocalPart]:
     """Yield the weights on this rank; if the optimizer has an fp32 copy, yield the copy."""
-    stepped = Stepped(optimizer)
+    stepped = SteppedPieces(optimizer)
     for one in named_tensors(parts):
         tensor, key = one.place.tensor, one.names[0]
         pieces = stepped.pieces(tensor)
@@ -128,10 +128,10 @@ def parts_of(
         return
     first = 0
     for box in boxes(chunks.local_shape, piece.span.start, piece.span.stop):
-        held = chunks.within_box(box)
-        last = first + held.elements
-        tensor = values.reshape(-1)[first:last].view(held.local_shape)
-        yield LocalPart(key=key, chunks=held, tensor=tensor)
+        inside = chunks.within_box(box)
+        last = first + inside.elements
+        tensor = values.reshape(-1)[first:last].view(inside.local_shape)
+        yield LocalPart(key=key, chunks=inside, tensor=tensor)
         first = last
 
 
@@ -173,20 +173,20 @@ class Owned:
     key: str
     dtype: torch.dtype
     rank: int
-    held: Chunks
+    shard: Chunks
     rows: tuple[int, int] | None = None  # of the shard; None: all of them
 
     @property
     def chunks(self) -> Chunks:
         """Return the written part as chunks of the whole tensor."""
         if self.rows is None:
-            return self.held
-        shape = self.held.local_shape
-        return self.held.within_box((self.rows, *((0, size) for size in shape[1:])))
+            return self.shard
+        shape = self.shard.local_shape
+        return self.shard.within_box((self.rows, *((0, size) for size in shape[1:])))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _HeldShard:
+class _RankShard:
     key: str
     dtype: torch.dtype
     chunks: Chunks
@@ -202,13 +202,13 @@ class Owners:
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
-        self._here: Sequence[_HeldShard] | None = None
+        self._here: Sequence[_RankShard] | None = None
         self._owned: tuple[Owned, ...] = ()
 
     def of(self, local_tensors: Iterable[LocalPart]) -> tuple[Owned, ...]:
         """Return the shards that ranks write: the same list on all ranks, ordered by key."""
         here = [
-            _HeldShard(
+            _RankShard(
                 key=one.key, dtype=one.tensor.dtype, chunks=one.chunks, is_buffer=one.is_buffer
             )
             for one in local_tensors
@@ -218,7 +218,7 @@ class Owners:
         return self._owned
 
 
-class Here:
+class LocalTensors:
     """Finds, in the memory of the training, the tensors that this rank writes."""
 
     def __init__(self, local_tensors: Iterable[LocalPart]) -> None:
@@ -228,7 +228,7 @@ class Here:
 
     def tensor(self, owned: Owned) -> Tensor:
         """Return the values of a shard that this rank writes."""
-        tensor = self._tensors[owned.key, owned.held]
+        tensor = self._tensors[owned.key, owned.shard]
         return tensor if owned.rows is None else tensor[slice(*owned.rows)]
 
 
@@ -260,7 +260,7 @@ def any_rank(is_so: bool, mesh: Mesh) -> bool:
     return bool(found.item())
 
 
-def shared_out(ranks: Sequence[Sequence[_HeldShard]]) -> tuple[Owned, ...]:
+def shared_out(ranks: Sequence[Sequence[_RankShard]]) -> tuple[Owned, ...]:
     """Return which rank writes which shard, from the shards that each rank holds.
 
     If several ranks hold a shard, a large one is split by rows, and a small one goes to the rank
@@ -272,41 +272,41 @@ def shared_out(ranks: Sequence[Sequence[_HeldShard]]) -> tuple[Owned, ...]:
     piece = max(1, elements // (_PIECES * len(ranks)))
     load: defaultdict[int, int] = defaultdict(int)
     owned: list[Owned] = []
-    for one in sorted(holders, key=lambda held: (held.key, held.chunks.ranges)):
+    for one in sorted(holders, key=lambda shard: (shard.key, shard.chunks.ranges)):
         for part in _parts(one, holders[one], load, piece):
             load[part.rank] += part.chunks.elements * part.dtype.itemsize
             owned.append(part)
     return tuple(owned)
 
 
-def _holders(ranks: Sequence[Sequence[_HeldShard]]) -> dict[_HeldShard, list[int]]:
+def _holders(ranks: Sequence[Sequence[_RankShard]]) -> dict[_RankShard, list[int]]:
     """Return the ranks that hold each shard. Ranks with equal lists of shards are handled once."""
-    alike: dict[int, tuple[Sequence[_HeldShard], list[int]]] = {}
-    for rank, held in enumerate(ranks):
-        alike.setdefault(id(held), (held, []))[1].append(rank)  # equal lists are one object
-    holders: defaultdict[_HeldShard, list[int]] = defaultdict(list)
-    for held, same in alike.values():
-        for one in dict.fromkeys(held):  # a tied weight may be on this rank twice, in two stages
+    alike: dict[int, tuple[Sequence[_RankShard], list[int]]] = {}
+    for rank, shards in enumerate(ranks):
+        alike.setdefault(id(shards), (shards, []))[1].append(rank)  # equal lists are one object
+    holders: defaultdict[_RankShard, list[int]] = defaultdict(list)
+    for shards, same in alike.values():
+        for one in dict.fromkeys(shards):  # a tied weight may be on this rank twice, in two stages
             if one.chunks.elements > 0 or math.prod(one.chunks.global_shape) == 0:
                 holders[one] += same
     return {one: sorted(found) for one, found in holders.items()}
 
 
 def _parts(
-    one: _HeldShard, holders: Sequence[int], load: defaultdict[int, int], piece: int
+    one: _RankShard, holders: Sequence[int], load: defaultdict[int, int], piece: int
 ) -> list[Owned]:
     """Split a shard by rows among its holders, in parts of at least about `piece` elements."""
     shape = one.chunks.local_shape
     if one.is_buffer or len(holders) == 1:
-        return [Owned(key=one.key, dtype=one.dtype, rank=holders[0], held=one.chunks)]
+        return [Owned(key=one.key, dtype=one.dtype, rank=holders[0], shard=one.chunks)]
     count = min(len(holders), -(-one.chunks.elements // piece))
     if one.chunks.elements < SMALL or shape[0] < count:
         count = 1
     least = sorted(nsmallest(count, holders, key=lambda rank: (load[rank], rank)))
     if count == 1:
-        return [Owned(key=one.key, dtype=one.dtype, rank=least[0], held=one.chunks)]
+        return [Owned(key=one.key, dtype=one.dtype, rank=least[0], shard=one.chunks)]
     ends = [shape[0] * n // count for n in range(count + 1)]
     return [
-        Owned(key=one.key, dtype=one.dtype, rank=rank, held=one.chunks, rows=(low, high))
+        Owned(key=one.key, dtype=one.dtype, rank=rank, shard=one.chunks, rows=(low, high))
         for rank, low, high in zip(least, ends, ends[1:], strict=False)
     ]

@@ -62,7 +62,7 @@ def broken_of(parts: Sequence[nn.Module]) -> Broken:
     return Broken(count=len(names), every=len(held), first=names[0] if names else "")
 
 
-def told_broken(ranks: Sequence[Broken]) -> str:
+def broken_in_words(ranks: Sequence[Broken]) -> str:
     """Describe the non-finite parameters of the first rank that has any."""
     for rank, one in enumerate(ranks):
         if one.count:
@@ -83,7 +83,7 @@ _SIDES = {"cuda": (2048, 20), "cpu": (192, 1)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Own:
+class RankTimes:
     """Times of one rank in which it does not wait for other ranks."""
 
     product_seconds: float
@@ -126,12 +126,12 @@ class Pace:
         if self._kinds is None:
             self._kinds = every_rank(_kind(self._mesh.device), self._mesh)
         lines = max(int(_EVERY_SECONDS / (steps * step_seconds)), 1)
-        told = [product_seconds(self._mesh.device), read / steps, float(lines)]
+        own = [product_seconds(self._mesh.device), read / steps, float(lines)]
         every = gathered(
-            torch.tensor(told, dtype=torch.float64, device=self._mesh.device), self._mesh.world
+            torch.tensor(own, dtype=torch.float64, device=self._mesh.device), self._mesh.world
         ).tolist()
         self._lines = int(min(one[2] for one in every))
-        ranks = [Own(product_seconds=one[0], reading_seconds=one[1]) for one in every]
+        ranks = [RankTimes(product_seconds=one[0], reading_seconds=one[1]) for one in every]
         each = self._mesh.data.size * self._mesh.tensor.size
         found = list(slow_among(ranks, self._kinds, step_seconds, ranks_of_stage=each))
         # One product may be disturbed, so a rank must be slow twice in a row.
@@ -140,7 +140,7 @@ class Pace:
 
 
 def slow_among(
-    ranks: Sequence[Own], kinds: Sequence[str], step_seconds: float, *, ranks_of_stage: int
+    ranks: Sequence[RankTimes], kinds: Sequence[str], step_seconds: float, *, ranks_of_stage: int
 ) -> Iterator[SlowRank]:
     """Yield the slow ranks, each compared with ranks that have the same kind of device."""
     for rank, own in enumerate(ranks):
@@ -369,10 +369,11 @@ class Progress:
         what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient norm is {norm}"
         before = "" if self._before is None else f"; the loss of step {self._before[0]} was "
         before += "" if self._before is None else f"{self._before[1]:.5f}"
-        told = f"{what} in step {step}{where}{before}; {told_broken([one for _, one in ranks])}"
-        self._metrics.add(event=Event.STOPPED, step=step, why=told)
+        broken = broken_in_words([one for _, one in ranks])
+        why = f"{what} in step {step}{where}{before}; {broken}"
+        self._metrics.add(event=Event.STOPPED, step=step, why=why)
         give_up(
-            told,
+            why,
             fix="a lower --lr, or a scheduler that warms up; if --dtype float32 trains, 16 bits "
             "are too few; else look for rows that have no targets; --on-nan go-on trains on",
         )

@@ -27,21 +27,21 @@ from autopar.runtime.checkpointing.finding import (
     step_of,
     verified,
 )
-from autopar.runtime.checkpointing.manifest import Logical, Stored, rank_file
+from autopar.runtime.checkpointing.manifest import Logical, StoredShard, rank_file
 from autopar.runtime.checkpointing.owners import (
     Slices,
-    Stepped,
+    SteppedPieces,
     every_rank,
     named_tensors,
     overlaps,
     value_of,
 )
-from autopar.runtime.checkpointing.safetensors_file import HostRoom, Written
+from autopar.runtime.checkpointing.safetensors_file import HostRoom, WrittenFile
 from autopar.runtime.checkpointing.states import (
     RANDOM,
     STATE,
     WEIGHT,
-    Target,
+    SteppedTensor,
     made_scalar,
     set_random_states,
     targets,
@@ -77,7 +77,7 @@ class Reader:
                 found = self.box(shard, source)
                 tensor[target] = found.to(tensor.device, tensor.dtype)
 
-    def box(self, shard: Stored, place: Slices) -> Tensor:
+    def box(self, shard: StoredShard, place: Slices) -> Tensor:
         """Read the slices `place` of a shard, or all of it if `place` is empty (a 0-dim tensor)."""
         found = self._file(shard.file).get_slice(shard.entry)
         box: Tensor = found[place] if place else found[...]
@@ -143,13 +143,15 @@ def _refuse_others(checkpoint: Checkpoint, parts: Iterable[nn.Module]) -> None:
 
 def _restore_weights(reader: Reader, parts: Sequence[nn.Module], optimizer: Optimizer) -> None:
     """Restore parameters, buffers, and the optimizer's fp32 copies."""
-    stepped = Stepped(optimizer)
+    stepped = SteppedPieces(optimizer)
     for one in named_tensors(parts):
         tensor, key = one.place.tensor, WEIGHT + one.names[0]
         reader.fill(key, one.chunks, local_tensor(tensor.detach()))
         for piece in stepped.pieces(tensor) or ():
             if is_copy(piece):
-                target = Target(name=key, parameter=piece.target, chunks=one.chunks, piece=piece)
+                target = SteppedTensor(
+                    name=key, parameter=piece.target, chunks=one.chunks, piece=piece
+                )
                 for part in target.parts(key, value_of(piece)):
                     reader.fill(key, part.chunks, part.tensor)
 
@@ -164,7 +166,7 @@ def _state_keys(checkpoint: Checkpoint) -> Mapping[str, list[str]]:
     return found
 
 
-def _restored_state(reader: Reader, target: Target, key: str, optimizer: Optimizer) -> Any:
+def _restored_state(reader: Reader, target: SteppedTensor, key: str, optimizer: Optimizer) -> Any:
     name = f"{STATE}{key}/{target.name}"
     logical = reader.logical(name)
     if logical is None:
@@ -208,7 +210,7 @@ class SavedCheckpoint:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _UnderWay:
     taken: CheckpointSnapshot
-    file: Future[Written | str]
+    file: Future[WrittenFile | str]
     begun: float
     waited_seconds: float
 
@@ -239,7 +241,7 @@ class CheckpointSaving:
 
         A rank without host memory for the copy writes at once; the others need not know this.
         """
-        file: Future[Written | str] = Future()
+        file: Future[WrittenFile | str] = Future()
         try:
             taken = replace(taken, tensors=self._room.copied(taken.tensors))
         except (MemoryError, RuntimeError):
@@ -271,7 +273,7 @@ class CheckpointSaving:
         )
 
 
-def _write(taken: CheckpointSnapshot, file: Future[Written | str]) -> None:
+def _write(taken: CheckpointSnapshot, file: Future[WrittenFile | str]) -> None:
     try:
         file.set_result(taken.write())
     except BaseException as error:  # the main thread raises it

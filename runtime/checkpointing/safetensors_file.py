@@ -160,7 +160,7 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Written:
+class WrittenFile:
     """A file that has been written: its size and the digest of its contents."""
 
     size_bytes: Count
@@ -174,7 +174,7 @@ def in_file_order(entries: Iterable[Entry]) -> list[Entry]:
 
 def write_tensors(
     path: Location, entries: Sequence[Entry], tensors: Iterator[Tensor], metadata: Mapping[str, str]
-) -> Written:
+) -> WrittenFile:
     """Write tensors in the order of their entries, and flush them to the disk."""
     digest, size = hashlib.sha256(), 0
 
@@ -186,7 +186,7 @@ def write_tensors(
             yield block
 
     write(path, counted())
-    return Written(size_bytes=size, sha256=digest.hexdigest())
+    return WrittenFile(size_bytes=size, sha256=digest.hexdigest())
 
 
 def _blocks(

@@ -87,7 +87,7 @@ class StopSignals:
         for one in self._before:
             signal.signal(one, signal.SIG_IGN)
 
-    def let_go(self) -> None:
+    def restore_handlers(self) -> None:
         """Restore the handlers that were installed before."""
         for one, handler in self._before.items():
             if handler is not None:  # None: the old handler was not installed by Python
@@ -104,8 +104,8 @@ class StopSignals:
         seconds = max(now - self._checked_at, 1e-6) / (step - last)
         own = min(max(int(_CHECK_SECONDS / seconds), 1), _MOST_STEPS)
         is_asked = self._asked_at is not None
-        told = [float(is_asked), float(is_writing), float(is_due), float(-own)]
-        found = torch.tensor(told, device=self._mesh.device)
+        flags = [float(is_asked), float(is_writing), float(is_due), float(-own)]
+        found = torch.tensor(flags, device=self._mesh.device)
         if self._mesh.world.size > 1:
             dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._mesh.world.group)
         stops, writing, due, steps = found.tolist()
@@ -120,15 +120,15 @@ class StopSignals:
         for a device never runs one. Signals are therefore also written to a socket that a thread
         reads.
         """
-        told, teller = socketpair()
-        teller.setblocking(False)
-        signal.set_wakeup_fd(teller.fileno(), warn_on_full_buffer=False)
+        reader, writer = socketpair()
+        writer.setblocking(False)
+        signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
         # forked workers handle their own signals
         os.register_at_fork(after_in_child=_write_no_signals)
-        threading.Thread(target=self._look, args=(told, teller), daemon=True).start()
+        threading.Thread(target=self._look, args=(reader, writer), daemon=True).start()
 
-    def _look(self, told: socket, _: socket) -> None:
-        while number := told.recv(1):
+    def _look(self, reader: socket, _: socket) -> None:
+        while number := reader.recv(1):
             ended = self._steps_ended
             if number[0] != signal.SIGTERM:
                 continue
@@ -352,12 +352,12 @@ class StepProfile:
             say(f"profiled step {step:,}: {_in_words(ranks)}")
         # of the ranks with the same stages, the first one writes
         if self._metrics_file is not None and self._mesh.data.rank == self._mesh.tensor.rank == 0:
-            told = {"begun_ns": self._actions.begun_ns, "actions": [asdict(one) for one in actions]}
-            self._write(self._metrics_file.resolve().parent / PROFILES / str(step), own, told)
+            data = {"begun_ns": self._actions.begun_ns, "actions": [asdict(one) for one in actions]}
+            self._write(self._metrics_file.resolve().parent / PROFILES / str(step), own, data)
 
-    def _write(self, folder: Path, own: RankProfile, told: dict[str, Any]) -> None:
+    def _write(self, folder: Path, own: RankProfile, actions: dict[str, Any]) -> None:
         """Write this rank's actions, and the profiler's trace; a full disk ends no training."""
-        named, text = {"pipeline_rank": own.pipeline_rank, **told}, f"rank-{own.rank}"
+        named, text = {"pipeline_rank": own.pipeline_rank, **actions}, f"rank-{own.rank}"
         try:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / f"{text}.json").write_text(json.dumps(named), encoding="utf-8")

@@ -16,10 +16,10 @@ from torch.optim import Optimizer
 
 from autopar.runtime.checkpointing.owners import (
     LocalPart,
-    Stepped,
+    SteppedPieces,
+    local_weights,
     named_tensors,
     parts_of,
-    weights_held,
 )
 from autopar.runtime.optimizer.pieces import ParameterPiece
 from autopar.runtime.ranks.refusal import refuse
@@ -71,7 +71,7 @@ class Scalar:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
+class SteppedTensor:
     """A tensor that an optimizer steps: a parameter, or a piece of one."""
 
     name: str  # of the parameter in the whole model
@@ -80,7 +80,7 @@ class Target:
     piece: ParameterPiece | None
 
     def parts(self, key: str, value: Tensor) -> Iterator[LocalPart]:
-        """Yield a tensor with the target's shape as parts of a logical tensor."""
+        """Yield a tensor of the shape of `parameter` as parts of a logical tensor."""
         if self.piece is None:
             yield LocalPart(key=key, chunks=self.chunks, tensor=value)
         else:
@@ -93,27 +93,27 @@ class Target:
         return self.chunks == whole(shape) and tuple(self.parameter.shape) == shape
 
 
-def targets(parts: Iterable[nn.Module], optimizer: Optimizer) -> Iterator[Target]:
+def targets(parts: Iterable[nn.Module], optimizer: Optimizer) -> Iterator[SteppedTensor]:
     """Yield everything that an optimizer steps on this rank."""
-    stepped = Stepped(optimizer)
+    stepped = SteppedPieces(optimizer)
     for one in named_tensors(parts):
         tensor, name = one.place.tensor, one.names[0]
         if not isinstance(tensor, nn.Parameter) or not tensor.requires_grad:
             continue
         pieces = stepped.pieces(tensor)
         if pieces is None:
-            yield Target(name=name, parameter=tensor, chunks=one.chunks, piece=None)
+            yield SteppedTensor(name=name, parameter=tensor, chunks=one.chunks, piece=None)
         for piece in pieces or ():
-            yield Target(name=name, parameter=piece.target, chunks=one.chunks, piece=piece)
+            yield SteppedTensor(name=name, parameter=piece.target, chunks=one.chunks, piece=piece)
 
 
-def everything_held(parts: Sequence[nn.Module], optimizer: Optimizer) -> list[LocalPart]:
+def local_parts(parts: Sequence[nn.Module], optimizer: Optimizer) -> list[LocalPart]:
     """Return the parts on this rank of all logical tensors of a training."""
-    weights = [replace(one, key=WEIGHT + one.key) for one in weights_held(parts, optimizer)]
+    weights = [replace(one, key=WEIGHT + one.key) for one in local_weights(parts, optimizer)]
     return weights + [one for target in targets(parts, optimizer) for one in _of(target, optimizer)]
 
 
-def _of(target: Target, optimizer: Optimizer) -> Iterator[LocalPart]:
+def _of(target: SteppedTensor, optimizer: Optimizer) -> Iterator[LocalPart]:
     for key, value in _state(target, optimizer).items():
         name = f"{STATE}{key}/{target.name}"
         if is_scalar(value, target):
@@ -145,7 +145,7 @@ def scalars(parts: Iterable[nn.Module], optimizer: Optimizer) -> dict[str, Scala
     return {key: _scalar(value, read) for key, value in found.items()}
 
 
-def is_scalar(value: Any, target: Target) -> bool:
+def is_scalar(value: Any, target: SteppedTensor) -> bool:
     """Whether a state is a plain number, or a 0-dim tensor beside a parameter with dims."""
     if isinstance(value, Tensor):
         return value.dim() == 0 and value.shape != target.parameter.shape
@@ -171,12 +171,12 @@ def _scalar(value: Any, read: Mapping[int, float | int | bool]) -> Scalar:
     return Scalar(value=read[id(value)], dtype=dtype, on_device=value.device.type != "cpu")
 
 
-def _state(target: Target, optimizer: Optimizer) -> Mapping[str, Any]:
+def _state(target: SteppedTensor, optimizer: Optimizer) -> Mapping[str, Any]:
     state: Mapping[str, Any] = optimizer.state.get(target.parameter, {})
     return state
 
 
-def made_scalar(scalar: Scalar, target: Target, optimizer: Optimizer) -> Any:
+def made_scalar(scalar: Scalar, target: SteppedTensor, optimizer: Optimizer) -> Any:
     """Return a number as the optimizer stores it; fused kernels read it on the device."""
     if scalar.dtype is None:
         return scalar.value

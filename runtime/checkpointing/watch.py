@@ -58,7 +58,7 @@ class Message:
 
     group: str
     number: int
-    told: str  # the collective in words
+    description: str  # the collective in words
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,8 +93,8 @@ def _read(entries: list[Mapping[str, Any]]) -> UnderWay:
         group, number = f"{name} {kind}", one[f"{kind}_seq_id"]
         begun[group] = max(begun.get(group, 0), number)
         if waits_for is None and not (one["retired"] or one["state"] == "completed"):
-            told = f"{_op(one)} {number:,} of {_axis(described)}"
-            waits_for = Message(group=group, number=number, told=told)
+            words = f"{_op(one)} {number:,} of {_axis(described)}"
+            waits_for = Message(group=group, number=number, description=words)
     return UnderWay(begun=begun, waits_for=waits_for)
 
 
@@ -121,7 +121,7 @@ def not_begun(ranks: Mapping[int, UnderWay]) -> Mapping[int, str]:
     for rank, own in (idle or ranks).items():
         for one in waited:
             if own.begun.get(one.group, one.number) < one.number:
-                found.setdefault(rank, one.told)
+                found.setdefault(rank, one.description)
     return found
 
 
@@ -162,7 +162,7 @@ class RollCallResult:
 
     teller: int  # the first rank that answers; it prints the result
     silent: tuple[int, ...]  # the ranks that do not answer
-    told: str  # where each rank is, in words
+    description: str  # where each rank is, in words
 
 
 class RollCall:
@@ -194,18 +194,20 @@ class RollCall:
             if self._nodes[found.teller] == self._nodes[self._rank]:
                 self._store.set(self._key("found"), json.dumps(asdict(found)))
         self._store.wait([self._key("found")], timedelta(seconds=3 * self._patience_seconds))
-        told = json.loads(self._store.get(self._key("found")))
+        answer = json.loads(self._store.get(self._key("found")))
         return RollCallResult(
-            teller=told["teller"], silent=tuple(told["silent"]), told=told["told"]
+            teller=answer["teller"],
+            silent=tuple(answer["silent"]),
+            description=answer["description"],
         )
 
-    def note_told(self) -> None:
+    def note_printed(self) -> None:
         """Allow the other ranks to exit: torchrun kills all ranks once one has exited."""
-        self._store.set(self._key("told"), "")
+        self._store.set(self._key("printed"), "")
 
     def wait_until_printed(self) -> None:
         """Wait until the result is printed."""
-        self._store.wait([self._key("told")], timedelta(seconds=self._patience_seconds))
+        self._store.wait([self._key("printed")], timedelta(seconds=self._patience_seconds))
 
     def _key(self, name: str) -> str:
         return f"{self._word}/{name}"
@@ -217,7 +219,9 @@ class RollCall:
             places = self._places()
         silent = [rank for rank in range(len(self._nodes)) if rank not in places]
         return RollCallResult(
-            teller=min(places), silent=tuple(silent), told=told_places(places.values(), silent)
+            teller=min(places),
+            silent=tuple(silent),
+            description=places_in_words(places.values(), silent),
         )
 
     def _places(self) -> Mapping[int, RankPlace]:
@@ -231,24 +235,24 @@ class RollCall:
             time.sleep(min(_POLL_SECONDS, left))
 
 
-def told_places(places: Iterable[RankPlace], silent: Sequence[int] = ()) -> str:
+def places_in_words(places: Iterable[RankPlace], silent: Sequence[int] = ()) -> str:
     """Describe the places: silent ranks first, then places with few ranks, then the others."""
     every = sorted(places, key=lambda place: place.rank)
     missing = not_begun({one.rank: one.under_way for one in every})
     found: dict[str, list[int]] = {}
     for one in every:
-        found.setdefault(_told(one, missing.get(one.rank)), []).append(one.rank)
+        found.setdefault(_in_words(one, missing.get(one.rank)), []).append(one.rank)
     parts = [(list(silent), "does not answer, and may be stopped")] if silent else []
     few_first = sorted(found.items(), key=lambda one: len(one[1]))
-    parts += [(ranks, told) for told, ranks in few_first]
-    return "; ".join(f"{_ranks(ranks)} {told}" for ranks, told in parts)
+    parts += [(ranks, words) for words, ranks in few_first]
+    return "; ".join(f"{_ranks(ranks)} {words}" for ranks, words in parts)
 
 
-def _told(place: RankPlace, missing: str | None) -> str:
+def _in_words(place: RankPlace, missing: str | None) -> str:
     if missing is not None:
         return f"{place.where}, and has not begun {missing}"
     waited = place.under_way.waits_for
-    return place.where if waited is None else f"{place.where}, for {waited.told}"
+    return place.where if waited is None else f"{place.where}, for {waited.description}"
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -315,7 +319,9 @@ class Watch:
             under_way=under_way(),
         )
         word, nodes = self._ranks[0][0], [node for _, node, _ in self._ranks]
-        found = RollCallResult(teller=self._mesh.rank, silent=(), told=told_places([place]))
+        found = RollCallResult(
+            teller=self._mesh.rank, silent=(), description=places_in_words([place])
+        )
         # if torchrun and its store are gone, each rank prints its own place
         with suppress(RuntimeError):
             call = RollCall(_store(), word, nodes, self._mesh.rank)
@@ -323,12 +329,12 @@ class Watch:
             if found.teller != self._mesh.rank:
                 call.wait_until_printed()
         if found.teller == self._mesh.rank:
-            told = f"no step has ended for {waited:,.0f} s: {found.told}"
+            words = f"no step has ended for {waited:,.0f} s: {found.description}"
             fix = "look at what these ranks do there; --timeout SECONDS allows for longer steps"
-            tell(ExitReason(FAILED, told, fix))
-            self._tell(self._step, told)
+            tell(ExitReason(FAILED, words, fix))
+            self._tell(self._step, words)
             with suppress(RuntimeError):
-                RollCall(_store(), word, nodes, self._mesh.rank).note_told()
+                RollCall(_store(), word, nodes, self._mesh.rank).note_printed()
         for rank in found.silent:
             self._kill(rank)
         os._exit(FAILED)  # the main thread waits in a collective and cannot take an exception

@@ -21,13 +21,13 @@ from autopar.runtime.checkpointing.manifest import (
     Logical,
     Manifest,
     Moment,
-    Stored,
+    StoredShard,
     rank_file,
     to_text,
 )
 from autopar.runtime.checkpointing.owners import (
-    Here,
     LocalPart,
+    LocalTensors,
     Owned,
     Owners,
     every_rank,
@@ -36,12 +36,12 @@ from autopar.runtime.checkpointing.owners import (
 )
 from autopar.runtime.checkpointing.safetensors_file import (
     Entry,
-    Written,
+    WrittenFile,
     in_file_order,
     refuse_unknown_types,
     write_tensors,
 )
-from autopar.runtime.checkpointing.states import everything_held, random_states, scalars
+from autopar.runtime.checkpointing.states import local_parts, random_states, scalars
 from autopar.runtime.ranks.locations import MARK, Location, size_of
 from autopar.runtime.ranks.mesh import Mesh
 
@@ -69,13 +69,13 @@ def exported_of(
     }
 
 
-def export_dtype(held: torch.dtype, built: torch.dtype) -> torch.dtype:
+def export_dtype(trained: torch.dtype, built: torch.dtype) -> torch.dtype:
     """Return the dtype to export: the constructor's, except after a training in float64.
 
     Such a training is compared with another training to the last digit.
     """
-    is_exact = held is torch.float64
-    return held if is_exact or not built.is_floating_point else built
+    is_exact = trained is torch.float64
+    return trained if is_exact or not built.is_floating_point else built
 
 
 def tied_names(exported: Mapping[str, ExportedWeight]) -> Mapping[str, str]:
@@ -103,7 +103,7 @@ class CheckpointSnapshot:
         """The step after which the snapshot was taken."""
         return self.manifest.moment.step
 
-    def write(self) -> Written | str:
+    def write(self) -> WrittenFile | str:
         """Write this rank's file, in any thread; return its size and digest, or the failure."""
         try:
             return write_tensors(self.fresh / self.own_file, self.entries, iter(self.tensors), MARK)
@@ -148,14 +148,14 @@ def snapshot(
     `built` are the dtypes that the constructor chose. An export from the checkpoint uses them.
     """
     mesh = agreed.mesh
-    local_tensors = everything_held(parts, optimizer)
+    local_tensors = local_parts(parts, optimizer)
     owned = agreed.owned(local_tensors)
     place = step_folder(folder, moment.step)
     fresh = _result_of_first(mesh, lambda: begin(place))
     if isinstance(fresh, str):
         return fresh
     logical = _logical(owned)
-    tensors = _share(owned, logical, Here(local_tensors), mesh)
+    tensors = _share(owned, logical, LocalTensors(local_tensors), mesh)
     entries = in_file_order(
         Entry(name=name, dtype=one.dtype, shape=tuple(one.shape)) for name, one in tensors.items()
     )
@@ -187,7 +187,7 @@ def snapshot(
     )
 
 
-def put_in_place(written: CheckpointSnapshot, own: Written | str, mesh: Mesh) -> str | None:
+def put_in_place(written: CheckpointSnapshot, own: WrittenFile | str, mesh: Mesh) -> str | None:
     """Give a checkpoint its final name after all ranks have written, or return why it failed."""
     ranks = every_rank(own, mesh)
     failures = [one for one in ranks if isinstance(one, str)]
@@ -218,9 +218,9 @@ def _logical(owned: Iterable[Owned]) -> dict[str, Logical]:
     return {
         key: Logical(
             dtype=found[0].dtype,
-            shape=found[0].held.global_shape,
+            shape=found[0].shard.global_shape,
             shards=tuple(
-                Stored(file=rank_file(one.rank), entry=f"{key}@{number}", chunks=one.chunks)
+                StoredShard(file=rank_file(one.rank), entry=f"{key}@{number}", chunks=one.chunks)
                 for number, one in enumerate(found)
             ),
         )
@@ -229,7 +229,7 @@ def _logical(owned: Iterable[Owned]) -> dict[str, Logical]:
 
 
 def _share(
-    owned: Sequence[Owned], logical: Mapping[str, Logical], here: Here, mesh: Mesh
+    owned: Sequence[Owned], logical: Mapping[str, Logical], here: LocalTensors, mesh: Mesh
 ) -> dict[str, Tensor]:
     """Return the tensors of this rank's file: the shards that it owns, and its random states."""
     shards = [shard for one in logical.values() for shard in one.shards]

@@ -55,7 +55,7 @@ from autopar.runtime.ranks.randomness import (
 )
 from autopar.runtime.ranks.refusal import refusals_of_workers, refuse
 from autopar.runtime.ranks.transport import agreed, check_same_length
-from autopar.runtime.ranks.user_code import told
+from autopar.runtime.ranks.user_code import exit_on_error
 from autopar.runtime.tensor.slices import cut, gather_along
 
 _END = object()
@@ -181,7 +181,7 @@ def read_dataset(new_dataset: Callable[[], Any], options: Namespace, mesh: Mesh)
     """Return the dataset of the model file, or None if the example batch is used."""
     if options.data == "synthetic" or mesh.is_dry_run:
         return None
-    with seeded(options.seed), told("build_dataset() of the model file"):
+    with seeded(options.seed), exit_on_error("build_dataset() of the model file"):
         dataset = new_dataset()
     if not is_streamed(dataset):
         check_same_length(len(dataset), "build_dataset", mesh)
@@ -380,9 +380,9 @@ def gathered_rows(batch: Batch, own: Collection[str], axis: Axis, *, rows: int) 
     """
     if axis.size == 1:
         return batch
-    held = cut(((rows, 1),), axis.size)
+    shares = cut(((rows, 1),), axis.size)
     return {
-        key: value if key in own else gather_along(value, 0, held, axis)
+        key: value if key in own else gather_along(value, 0, shares, axis)
         for key, value in batch.items()
     }
 

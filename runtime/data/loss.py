@@ -147,7 +147,7 @@ def _counted_ahead(
     steps, read = 1, list(islice(data, microbatches))
     while read:
         by_rows = torch.stack([weight for _, weight in read])
-        own = torch.stack([valid_targets(Exact(batch)) for batch, _ in read])
+        own = torch.stack([valid_targets(ExactBatch(batch)) for batch, _ in read])
         # non-blocking, so that the host does not wait
         counts = own.to(mesh.device, non_blocking=True)
         counts = counts * (by_rows > 0).view(-1, *[1] * (counts.dim() - 1))
@@ -169,7 +169,7 @@ def summed_rows(data: Iterator[Weighed], mesh: Mesh) -> Iterator[Weighed]:
     return ((batch, (weight > 0) * float(mesh.data.size)) for batch, weight in data)
 
 
-class Exact(Mapping[str, Any]):
+class ExactBatch(Mapping[str, Any]):
     """A batch whose floating tensors are read as float64, so that their sums are exact."""
 
     def __init__(self, batch: Batch) -> None:

@@ -29,7 +29,7 @@ from autopar.runtime.ranks.randomness import (
     seed_cpu_generators,
 )
 from autopar.runtime.ranks.refusal import refuse
-from autopar.runtime.ranks.user_code import told
+from autopar.runtime.ranks.user_code import exit_on_error
 
 Row: TypeAlias = dict[str, Tensor]
 Collate: TypeAlias = Callable[[list[Any]], Mapping[str, Any]]
@@ -54,7 +54,7 @@ def stacked(rows: list[Row]) -> Row:
 
 def built_collate(new_collate: Callable[[], Any]) -> Collate:
     """Return the collate function of the model file; exit if it is not callable."""
-    with told("build_collate() of the model file"):
+    with exit_on_error("build_collate() of the model file"):
         collate: Collate = new_collate()
     if not callable(collate):
         refuse(
@@ -81,7 +81,7 @@ class Collated:
         rows = [row for _, row in placed]
         with cpu_generators_restored():
             seed_cpu_generators(mixed_seed(self.seed, *placed[0][0], 1))
-            with told("build_collate()'s function"):
+            with exit_on_error("build_collate()'s function"):
                 batch = self.collate(rows)
         fault = fault_of_batch(batch, self.columns, len(rows))
         if fault is not None:
@@ -224,7 +224,7 @@ def rows_like(
 
 def exit_on_row_error(dataset: Any) -> AbstractContextManager[None]:
     """Exit if reading a row fails; all ranks print the same message, although their rows differ."""
-    return told(f"reading a row of the dataset ({type(dataset).__name__})")
+    return exit_on_error(f"reading a row of the dataset ({type(dataset).__name__})")
 
 
 def tell(notes: Iterable[str], mesh: Mesh) -> None:
@@ -235,7 +235,7 @@ def tell(notes: Iterable[str], mesh: Mesh) -> None:
 
 def is_streamed(dataset: Any, *, maker: str = "build_dataset") -> bool:
     """Whether a dataset can only be read in order; exit if it is not a dataset."""
-    with told(f"the length of the dataset ({type(dataset).__name__})"):
+    with exit_on_error(f"the length of the dataset ({type(dataset).__name__})"):
         fault = fault_of_dataset(dataset, maker)
     if fault is not None:
         refuse(fault.found, fix=fault.fix)

@@ -135,7 +135,7 @@ class Bucket:
 
     If `averaging.shard` has several ranks, each keeps the mean of its own part only. With a `link`,
     this part goes to the host's memory, and the buffer is freed. In both cases the parameters have
-    no gradients after the reduction; `held` yields this rank's parts of the means.
+    no gradients after the reduction; `reduced_parts` yields this rank's parts of the means.
     """
 
     parameters: tuple[nn.Parameter, ...]
@@ -172,7 +172,7 @@ class Bucket:
 
     @property
     def is_apart(self) -> bool:
-        """Whether the mean is not in the parameters' .grad: a part of it, or on the host."""
+        """Whether the parameters have no .grad: the mean is divided over ranks, or on the host."""
         return self.shard.size > 1 or self.link is not None
 
     @property
@@ -218,7 +218,7 @@ class Bucket:
         buffer = self.allocate()
         if self.averaging.divides_first:
             buffer.mul_(1 / self.averaging.ranks)
-        self.let_go()
+        self.drop_gradients()
         self.coming = ComingMean(buffer, self.averaging)
 
     def _take_over(self) -> None:
@@ -229,7 +229,7 @@ class Bucket:
         if gradient.numel() == self.elements and gradient.is_contiguous():
             self.buffer, self.views = gradient.view(-1), (gradient,)
 
-    def let_go(self) -> None:
+    def drop_gradients(self) -> None:
         """Drop the parameters' .grad when their reduction begins, if the mean lies elsewhere."""
         if self.is_apart:
             here = (n for n, parameter in enumerate(self.parameters) if parameter.grad is not None)
@@ -269,14 +269,14 @@ class Bucket:
             return [self.buffer]
         return [gradient for gradient in gradients if gradient is not None]
 
-    def held(self) -> Iterator[tuple[Span, Tensor]]:
+    def reduced_parts(self) -> Iterator[tuple[Span, Tensor]]:
         """Yield this rank's part of each reduced gradient, if the bucket `is_apart`."""
         self._await()
         for span in self.spans:
             if span.place in self._reached:
                 yield span, self._parts[span.place]
 
-    def held_at(self, place: int) -> Tensor | None:
+    def reduced_part(self, place: int) -> Tensor | None:
         """Return this rank's part of one gradient, or None if the loss did not reach it."""
         self._await()
         return self._parts.get(place) if place in self._reached else None

@@ -42,7 +42,7 @@ BUCKET_BYTES = 25 * 2**20  # DDP's default
 
 
 def run_hooks(module: nn.Module) -> None:
-    """Make `module.forward(x)` run the hooks of `module(x)`, and take the caller's containers."""
+    """Make `module.forward(x)` run the hooks of `module(x)`, with the caller's containers."""
     # `given`: a call's arguments before fully_shard's hooks copy them; empty if the caller calls
     # `forward` directly
     own, given = module.forward, list[Any]()

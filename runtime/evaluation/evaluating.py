@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.batchnorm import _NormBase
 
 from autopar.runtime.data.batches import Batch
-from autopar.runtime.data.loss import Counting, Divisor, Exact, as_counted, scale_loss
+from autopar.runtime.data.loss import Counting, Divisor, ExactBatch, as_counted, scale_loss
 from autopar.runtime.evaluation.metrics import Measure, RowMetrics, once, over_ranks
 from autopar.runtime.evaluation.rows import EvaluationRows
 from autopar.runtime.ranks.mesh import Mesh
@@ -206,7 +206,7 @@ class Evaluation:
         """
         device, divisor = rows.mesh.device, as_counted if self._targets is None else self._divisor
         if self._terms is not None and self._all_terms is None:
-            own = [once(self._terms(Exact(batch)).double(), times) for batch, times in rows]
+            own = [once(self._terms(ExactBatch(batch)).double(), times) for batch, times in rows]
             self._all_terms = over_ranks(torch.stack(own).sum(0).to(device), rows.mesh).cpu()
         total = torch.zeros((), dtype=torch.float64, device=device)
         weight = torch.zeros_like(total)
@@ -242,7 +242,7 @@ class Evaluation:
         """Return a microbatch's count: of its rows, or of its valid targets."""
         if self._targets is None:
             return torch.tensor(rows.dealer.size)
-        return self._targets(Exact(batch))
+        return self._targets(ExactBatch(batch))
 
     def _weighed(self, batch: Batch, rows: EvaluationRows) -> Batch:
         """Return a microbatch with weights for the means that its loss adds up.
@@ -254,7 +254,7 @@ class Evaluation:
         if self._terms is None or self._all_terms is None:
             return batch
         parts = _parts_of(rows)
-        counts = self._divisor(self._terms(Exact(batch)).double(), 1)
+        counts = self._divisor(self._terms(ExactBatch(batch)).double(), 1)
         every = self._divisor(self._all_terms, parts)
         shares = counts / every.masked_fill(every == 0, 1)  # a mean may have no targets at all
         return {**batch, "loss_weights": shares * parts}

@@ -16,7 +16,7 @@ from autopar.runtime.data.batches import Batch
 from autopar.runtime.ranks.mesh import Mesh
 from autopar.runtime.ranks.refusal import refuse
 from autopar.runtime.ranks.transport import summed
-from autopar.runtime.ranks.user_code import told
+from autopar.runtime.ranks.user_code import exit_on_error
 
 
 def once(found: Tensor, times: int) -> Tensor:
@@ -122,14 +122,14 @@ class RowMetrics:
         """Add the microbatch that the model has just seen; its rows occur `times` times each."""
         if self._measure is None or not self._outputs:
             return
-        with told("metrics() of the model file", self._measure):
+        with exit_on_error("metrics() of the model file", self._measure):
             outputs = tree_map_only(Tensor, Tensor.detach, self._outputs.pop())
             found = self._measure(outputs, batch)
         fault = fault_of_metrics(found, like=self.sums)
         if fault is not None:
             refuse(fault[0], fix=fault[1])
         for name, value in found.items():
-            # metrics() may use numpy, which returns to the CPU; ranks sum on the device.
+            # metrics() may use numpy, and return tensors on the CPU; ranks add up on the device
             elements = value.to(self._mesh.device, torch.float64)
             own = torch.stack([elements.sum(), elements.new_full((), value.numel())])
             self.sums[name] = self.sums.get(name, 0) + once(own, times)

@@ -41,7 +41,7 @@ from autopar.runtime.ranks.mesh import ALONE, Axis, Mesh
 from autopar.runtime.ranks.randomness import seeded
 from autopar.runtime.ranks.refusal import refusals_of_workers, refuse
 from autopar.runtime.ranks.transport import agreed, check_same_length
-from autopar.runtime.ranks.user_code import told
+from autopar.runtime.ranks.user_code import exit_on_error
 
 Row = TypeVar("Row")
 
@@ -147,7 +147,7 @@ def read_evaluation(
 
 def _built(new_dataset: Callable[[], Any]) -> Any:
     """Return the dataset, or for a stream the list of its rows."""
-    with told(f"{MAKER}() of the model file"):
+    with exit_on_error(f"{MAKER}() of the model file"):
         dataset = new_dataset()
     if not is_streamed(dataset, maker=MAKER):
         return dataset

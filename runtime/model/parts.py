@@ -94,10 +94,10 @@ def keep_apart(module: nn.Module) -> None:
     its class: parameters, buffers and names stay as they are.
     """
     kind = class_with_forward(module)
-    module.__class__ = type(f"Apart{kind.__name__}", (_Apart, kind), {})
+    module.__class__ = type(f"Apart{kind.__name__}", (_CopyingModule, kind), {})
 
 
-class _Apart(nn.Module):
+class _CopyingModule(nn.Module):
     """A module that does not write to its inputs, and whose outputs may be written to."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -226,15 +226,15 @@ def take_class(module: nn.Module, kind: type[nn.Module], tensor: Axis) -> None:
     module.__dict__["tensor"] = tensor
 
 
-def keep_only(model: nn.Module, held: Collection[str]) -> None:
-    """Remove all parameters and buffers, except those named in `held` or in a module named there.
+def keep_only(model: nn.Module, names: Collection[str]) -> None:
+    """Remove all parameters and buffers that are not `is_inside` these names.
 
     The modules stay, so that names and positions in lists are those of the whole model. A module
     with several names is kept if one of them is.
     """
     found = list(places(model))
     note_ties(model, found)
-    kept = {(place.module, place.attribute) for place in found if is_held(place.name, held)}
+    kept = {(place.module, place.attribute) for place in found if is_inside(place.name, names)}
     for place in found:
         if (place.module, place.attribute) not in kept:
             registry = place.module._parameters
@@ -242,16 +242,16 @@ def keep_only(model: nn.Module, held: Collection[str]) -> None:
             own[place.attribute] = None
 
 
-def is_held(name: str, held: Collection[str]) -> bool:
-    """Whether `held` has this name, or that of a module that contains it."""
+def is_inside(name: str, names: Collection[str]) -> bool:
+    """Whether `names` has this name, or that of a module that contains it."""
     parts = name.split(".")
-    return any(".".join(parts[:length]) in held for length in range(1, len(parts) + 1))
+    return any(".".join(parts[:length]) in names for length in range(1, len(parts) + 1))
 
 
 def freeze(model: nn.Module, names: Collection[str]) -> None:
     """Stop gradients for parameters with these names, or in modules with these names."""
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if is_held(name, names):
+        if is_inside(name, names):
             parameter.requires_grad_(False)
 
 
@@ -300,7 +300,7 @@ def use_float8(
         recipe, emulate=not is_gpu, pad_inner_dim=True, round_scales_to_power_of_2=True
     )
     for path, module in model.named_modules():
-        if is_held(path, names) and not is_held(path, but) and _suits_float8(module):
+        if is_inside(path, names) and not is_inside(path, but) and _suits_float8(module):
             made = convert_to_float8_training(module, config=config)
             module.__class__ = type(made)
             module.__dict__.update(made.__dict__ | module.__dict__ | {_IN_FLOAT8: True})

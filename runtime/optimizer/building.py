@@ -34,7 +34,7 @@ from autopar.runtime.optimizer.pieces import (
 from autopar.runtime.ranks.mesh import Mesh
 from autopar.runtime.ranks.randomness import cpu_generators_restored
 from autopar.runtime.ranks.refusal import known_place, refuse
-from autopar.runtime.ranks.user_code import failing_at, place_of, said_of, told
+from autopar.runtime.ranks.user_code import exit_on_error, failing_at, place_of, said_of
 from autopar.runtime.tensor.shards import made_like, starts_on_host
 
 OptimizerFactory: TypeAlias = Callable[[Any], Optimizer]
@@ -56,7 +56,7 @@ def made_optimizer(
     factory fails, or returns an object that no script can step.
     """
     name = "build_optimizer() of the model file" if place_of(factory) else "the optimizer"
-    with told(name, factory):
+    with exit_on_error(name, factory):
         optimizer = _called(factory, parts, stepped)
     fault = fault_of_optimizer(optimizer)
     if fault:
@@ -83,7 +83,7 @@ def _called(
     if asked in (MODEL, NAMED):
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         named = [(names.get(id(one), "nothing"), one) for one in stepped]
-        return factory(named if asked == NAMED else _HeldParameters(dict(named)))
+        return factory(named if asked == NAMED else _ParameterModule(dict(named)))
     return factory(stepped)
 
 
@@ -100,7 +100,7 @@ class _Together(nn.Module):
             yield from part.named_modules(*args, **kwargs)
 
 
-class _HeldParameters(nn.Module):
+class _ParameterModule(nn.Module):
     def __init__(self, parameters: dict[str, nn.Parameter]) -> None:
         super().__init__()
         for name, parameter in parameters.items():
@@ -358,7 +358,7 @@ def build_scheduler(
 
     The first rank tries all steps on an optimizer whose parameters have no values.
     """
-    with told(_NAME, factory):
+    with exit_on_error(_NAME, factory):
         scheduler = factory(optimizer)
     if not callable(getattr(scheduler, "step", None)):
         found = f"{_NAME} returns a {type(scheduler).__name__}, which has no step()"

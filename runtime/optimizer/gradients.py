@@ -21,12 +21,12 @@ from autopar.runtime.ranks.transport import ComingSum, summed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeldGradient:
-    """The part of a parameter's gradient on this rank; `held` is its memory, not a copy."""
+class LocalGradient:
+    """The part of a parameter's gradient on this rank; `value` is its memory, not a copy."""
 
     name: str
     parameter: nn.Parameter
-    held: Tensor
+    value: Tensor
     span: Span | None = None  # of the flattened gradient; None: the whole local gradient
 
     @property
@@ -38,11 +38,11 @@ class HeldGradient:
         return isinstance(gradient, DTensor) and any(one.is_shard() for one in gradient.placements)
 
 
-def held_gradients(parts: Iterable[nn.Module]) -> list[HeldGradient]:
+def local_gradients(parts: Iterable[nn.Module]) -> list[LocalGradient]:
     """Return every gradient once, also for a parameter that two parts share."""
-    found: dict[int, HeldGradient] = {}
+    found: dict[int, LocalGradient] = {}
     for part in parts:
-        for one in _held_by(part):
+        for one in _gradients_of(part):
             found.setdefault(id(one.parameter), one)
     return list(found.values())
 
@@ -56,7 +56,7 @@ def gradient_memory(parts: Iterable[nn.Module]) -> list[Tensor]:
             others.append(part)
         else:
             found += [tensor for bucket in buckets.buckets for tensor in bucket.memory()]
-    return found + [one.held for one in held_gradients(others)]
+    return found + [one.value for one in local_gradients(others)]
 
 
 def made_gradient(part: nn.Module, parameter: nn.Parameter) -> Tensor:
@@ -100,7 +100,7 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _held_by(part: nn.Module) -> Iterator[HeldGradient]:
+def _gradients_of(part: nn.Module) -> Iterator[LocalGradient]:
     buckets = buckets_of(part)
     # cached, because looking up names takes 0.1 ms for 30 parameters
     if buckets is not None and buckets.trainable:
@@ -109,14 +109,16 @@ def _held_by(part: nn.Module) -> Iterator[HeldGradient]:
         named = dict(part.named_parameters())
     for name, parameter in named.items():
         if parameter.grad is not None:
-            yield HeldGradient(name=name, parameter=parameter, held=local(parameter.grad))
+            yield LocalGradient(name=name, parameter=parameter, value=local(parameter.grad))
     if buckets is None:
         return
     names = {id(parameter): name for name, parameter in named.items()}
     for bucket in buckets.buckets:
-        for span, held in bucket.held() if bucket.is_apart else ():
+        for span, mean in bucket.reduced_parts() if bucket.is_apart else ():
             parameter = bucket.parameters[span.place]
-            yield HeldGradient(name=names[id(parameter)], parameter=parameter, held=held, span=span)
+            yield LocalGradient(
+                name=names[id(parameter)], parameter=parameter, value=mean, span=span
+            )
 
 
 # larger tensors are sent one by one: copying them together costs more than another message
@@ -131,7 +133,7 @@ def sum_replicated(model_parts: Sequence[nn.Module], names: Collection[str], axi
     """
     if axis.size == 1:
         return
-    partial = [one.held for one in held_gradients(model_parts) if is_listed(one.name, names)]
+    partial = [one.value for one in local_gradients(model_parts) if is_listed(one.name, names)]
     runs = _end_to_end(one for one in partial if one.numel() and one.is_contiguous())
     coming = [ComingSum(run, axis) for run in runs if run.nbytes >= _LARGE_BYTES]
     small = [run for run in runs if run.nbytes < _LARGE_BYTES]
@@ -220,10 +222,10 @@ def _gradients(
     """Return all gradients, and those that this process counts in the norm."""
     gradients, counted = [], []
     met = set(tied)  # a name that occurs again is a copy of a tied parameter in another part
-    for one in held_gradients(model_parts):
-        gradients.append(one.held)
+    for one in local_gradients(model_parts):
+        gradients.append(one.value)
         if one.name not in met and _counts_here(one, is_listed(one.name, split), mesh, axes):
-            counted.append(one.held)
+            counted.append(one.value)
         met.add(one.name)
     return gradients, counted
 
@@ -238,7 +240,7 @@ def _counts_everything(parts: Sequence[nn.Module], mesh: Mesh, axes: Sequence[Ax
     return len(parts) == 1 and mesh.tensor.rank == 0 and is_alone
 
 
-def _counts_here(one: HeldGradient, is_split: bool, mesh: Mesh, axes: Sequence[Axis]) -> bool:
+def _counts_here(one: LocalGradient, is_split: bool, mesh: Mesh, axes: Sequence[Axis]) -> bool:
     """Whether no lower rank of these axes counts the same elements."""
     if mesh.tensor in axes and mesh.tensor.rank and not is_split:
         return False
@@ -265,7 +267,7 @@ def _by_dtype(tensors: list[Tensor]) -> list[list[Tensor]]:
     return list(groups.values())
 
 
-LEAST = 2.0**-10  # with a smaller scale, only gradients beyond 10^7 would overflow
+LEAST = 2.0**-10  # with a smaller scale, only gradients beyond 6·10^7 would overflow
 
 
 class LossScale:

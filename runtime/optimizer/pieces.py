@@ -156,7 +156,7 @@ class FlatPiece:
 
     def take_gradient(self) -> None:
         """Point the target's .grad to this piece's part of the gradient."""
-        self.target.grad = self.bucket.held_at(self.span.place)
+        self.target.grad = self.bucket.reduced_part(self.span.place)
 
     def slice(self, whole: Tensor) -> Tensor:
         """Return this piece's part of a tensor with the parameter's shape."""

@@ -163,7 +163,7 @@ class _Kind:
     """torch's class for a kind of schedule, and the process groups that it needs.
 
     Pairs of neighbours get their own process groups if a waiting message would block others. 1F1B
-    needs none: it waits for each message at once, and sends both ways in one batch.
+    needs none: it waits for each message before the next, and sends both ways in one batch.
     """
 
     torch_class: type[PipelineScheduleSingle | PipelineScheduleMulti]

@@ -215,9 +215,10 @@ class Room:
 
 
 def _room() -> Room | None:
-    """Return the store in which leaving ranks agree, or None without a launcher.
+    """Return the store in which leaving ranks agree, or None if there is none.
 
-    Only torchrun has a store before the ranks have joined. Pods are ended by their scheduler.
+    Only torchrun has a store before the ranks have joined. Under other launchers, a rank that
+    leaves earlier cannot tell the others: the scheduler ends them.
     """
     is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if not is_torchruns and not _has_first_ranks_store():

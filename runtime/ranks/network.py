@@ -93,7 +93,7 @@ def _agreed_word(store: Store, rank: int, world_size: int, timeout: timedelta) -
         )
         word = store.get(f"{_RENDEZVOUS_ROOM}/for/{own}").decode()
         store.set(f"{_RENDEZVOUS_ROOM}/{word}/{rank}", own)
-        with suppress(DistStoreError):  # the word may be that of a first rank that is gone
+        with suppress(DistStoreError):  # the first rank of an earlier start may have sent it
             store.wait([f"{_RENDEZVOUS_ROOM}/{word}/done"], _AGAIN)
             return word
     raise TimeoutError("ranks are missing")

@@ -27,7 +27,7 @@ _LEAST_WORKERS, _WORKERS_OF_PROCESSOR, _WORKERS_OF_GPU = 16, 4, 2
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
+class WholeNumber:
     """Parses an integer within bounds."""
 
     least: int
@@ -79,13 +79,13 @@ def share_below_one(text: str) -> float:
     return found
 
 
-STEPS = Whole(1, MOST_STEPS)
-STEPS_OR_NEVER = Whole(0, MOST_STEPS)
-COUNT = Whole(1, 10**6)
-SEED = Whole(0, 2**63 - 1)
+STEPS = WholeNumber(1, MOST_STEPS)
+STEPS_OR_NEVER = WholeNumber(0, MOST_STEPS)
+COUNT = WholeNumber(1, 10**6)
+SEED = WholeNumber(0, 2**63 - 1)
 RATE = Real(0, 1e6)  # a negative rate would increase the loss
 NORM = Real(0)  # clipping to a negative norm would flip gradients
-SECONDS = Whole(1, 10**7)
+SECONDS = WholeNumber(1, 10**7)
 MINUTES = Real(0.01, 1e6)
 DECAY = Real(0, 1e6)
 
@@ -99,7 +99,7 @@ def workers_here(text: str) -> int:
         return _WORKERS_OF_GPU if torch.cuda.is_available() else 0
     shared_by = max(known_place().local_world_size, 1)
     most = _WORKERS_OF_PROCESSOR * (os.cpu_count() or 1) // shared_by
-    return Whole(0, max(most, _LEAST_WORKERS))(text)
+    return WholeNumber(0, max(most, _LEAST_WORKERS))(text)
 
 
 def folder_or_none(text: str) -> str:

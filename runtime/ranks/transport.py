@@ -79,7 +79,7 @@ def exchanged_pieces(
     return [piece.view(tuple(shape)) for piece, shape in zip(flat, shapes, strict=True)]
 
 
-class _Coming:
+class _UpdatedTensor:
     """A tensor of this rank that a collective is updating in place."""
 
     def __init__(self, own: Tensor) -> None:
@@ -94,7 +94,7 @@ class _Coming:
         return self._own
 
 
-class ComingSum(_Coming):
+class ComingSum(_UpdatedTensor):
     """A tensor that is being replaced by the sum or mean over all ranks."""
 
     def __init__(self, x: Tensor, axis: Axis, *, operation: Any = dist.ReduceOp.SUM) -> None:
@@ -111,7 +111,7 @@ class ComingSum(_Coming):
         return own
 
 
-class ComingPart(_Coming):
+class ComingPart(_UpdatedTensor):
     """This rank's part of a flat tensor, being replaced by the sum or mean over all ranks."""
 
     def __init__(self, x: Tensor, axis: Axis, *, operation: Any = dist.ReduceOp.SUM) -> None:
@@ -132,7 +132,7 @@ def started_gather(flat: Tensor, axis: Axis) -> dist.Work | None:
 _MOST_COPIES = 2  # under way to the host at once: each still takes memory of the device
 
 
-_MOST_ADDED = 2**23  # elements added to a sum at once: until then, the host holds both
+_MOST_ADDED = 2**23  # elements added to a sum at once; the host holds these twice
 
 
 class HostLink:

@@ -61,7 +61,7 @@ _KNOWN = (
 )
 
 
-class _Of(Enum):
+class _LineOrigin(Enum):
     """The origin of a line of a traceback."""
 
     LIBRARY = auto()
@@ -70,7 +70,7 @@ class _Of(Enum):
 
 
 @contextmanager
-def told(what: str, of: Callable[..., Any] | None = None) -> Iterator[None]:
+def exit_on_error(what: str, of: Callable[..., Any] | None = None) -> Iterator[None]:
     """Exit if the code inside raises an error; `what` names the code, such as "build_dataset()".
 
     `of` is the user's function to name if the traceback has no line of the user's code.
@@ -94,7 +94,7 @@ def place_of(function: Callable[..., Any] | None) -> str:
     while isinstance(function, partial):
         function = function.func
     code = getattr(inspect.unwrap(function), "__code__", None) if function is not None else None
-    if code is None or _whose(code.co_filename) is not _Of.USER:
+    if code is None or _whose(code.co_filename) is not _LineOrigin.USER:
         return ""
     return f"{Path(code.co_filename).resolve()}, line {code.co_firstlineno}"
 
@@ -137,7 +137,7 @@ def verdict_of(error: BaseException) -> ExitReason:
             return ExitReason(FAILED, found, fix)
     has_others = dist.is_initialized() and dist.get_world_size() > 1
     found = f"rank {dist.get_rank()}: {said}" if has_others else said
-    is_ours = any(one.whose is _Of.RUNTIME for one in _lines(first))
+    is_ours = any(one.whose is _LineOrigin.RUNTIME for one in _lines(first))
     maybe = "this may be a fault of autopar's: " if is_ours else ""
     place = failing_at(first) or f"{maybe}{_place(first)}"
     return ExitReason(
@@ -152,7 +152,7 @@ def _first_cause(error: BaseException) -> BaseException:
     """
     cause = error.__cause__
     raised = [one.whose for one in _lines(error)][-1:]
-    if cause is None or raised != [_Of.LIBRARY] or not failing_at(cause):
+    if cause is None or raised != [_LineOrigin.LIBRARY] or not failing_at(cause):
         return error
     return _first_cause(cause)
 
@@ -171,21 +171,23 @@ def failing_at(error: BaseException) -> str:
     """Return the innermost line of the user's code outside the script's loop, or ""."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}, line {error.lineno}"
-    own = [str(one) for one in _lines(error) if one.whose is _Of.USER and not one.is_of_loop]
+    own = [
+        str(one) for one in _lines(error) if one.whose is _LineOrigin.USER and not one.is_of_loop
+    ]
     return own[-1] if own else ""
 
 
 def _place(error: BaseException) -> str:
     """Return the innermost line outside libraries, or the innermost line of all."""
     lines = list(_lines(error))
-    own = [one for one in lines if one.whose is not _Of.LIBRARY]
+    own = [one for one in lines if one.whose is not _LineOrigin.LIBRARY]
     return str((own or lines)[-1])
 
 
 class _Line(NamedTuple):
     """A line of a traceback."""
 
-    whose: _Of
+    whose: _LineOrigin
     file: str
     number: int | None
     function: str
@@ -203,16 +205,16 @@ class _Line(NamedTuple):
 def _lines(error: BaseException) -> Iterator[_Line]:
     for one in traceback.extract_tb(error.__traceback__):
         is_between = one.name in ("__torch_dispatch__", "__torch_function__")
-        whose = _Of.LIBRARY if is_between else _whose(one.filename)
+        whose = _LineOrigin.LIBRARY if is_between else _whose(one.filename)
         yield _Line(whose, one.filename, one.lineno, one.name)
 
 
-def _whose(file: str) -> _Of:
+def _whose(file: str) -> _LineOrigin:
     if "site-packages" in file or "dist-packages" in file:
-        return _Of.LIBRARY
+        return _LineOrigin.LIBRARY
     if file.startswith((_TORCH, _STANDARD, "<")):
-        return _Of.LIBRARY
-    return _Of.RUNTIME if _RUNTIME in Path(file).parents else _Of.USER
+        return _LineOrigin.LIBRARY
+    return _LineOrigin.RUNTIME if _RUNTIME in Path(file).parents else _LineOrigin.USER
 
 
 def source_digest(paths: Iterable[Path]) -> str:

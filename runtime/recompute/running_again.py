@@ -6,8 +6,8 @@ always saved. With selective recomputation, an op whose result is saved is not r
 draws random numbers (attention with dropout), the second forward sets the generators to their
 states after the op.
 
-A layer may change its arguments: a cache of keys and values, a dict that layers share.
-The second forward gets them as they were before the first. Tensors and modules are not copied.
+A layer may change its arguments: a cache of keys and values, a dict that layers share. The second
+forward gets them as they were before the first. Tensors and modules are not copied.
 """
 
 from __future__ import annotations

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from autopar.runtime.model.parts import is_held
+from autopar.runtime.model.parts import is_inside
 
-Place: TypeAlias = tuple[nn.Module, str]
-Kept: TypeAlias = dict[Place, Tensor]
+BufferPlace: TypeAlias = tuple[nn.Module, str]
+Kept: TypeAlias = dict[BufferPlace, Tensor]
 
 
 class WrittenBuffers:
@@ -26,7 +26,7 @@ class WrittenBuffers:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._written: list[Place] | None = None
+        self._written: list[BufferPlace] | None = None
 
     def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """Return the context managers of the first forward and of the second."""
@@ -105,7 +105,7 @@ def _copies(buffers: Iterable[Tensor]) -> list[Tensor]:
     return [copies[id(buffer)] for buffer in found]
 
 
-def _is_written(place: Place, before: Tensor, version: int) -> bool:
+def _is_written(place: BufferPlace, before: Tensor, version: int) -> bool:
     """Whether a buffer was written or replaced.
 
     Norms count as writing their buffers: torch's kernels do so without a change of the version.
@@ -117,18 +117,18 @@ def _is_written(place: Place, before: Tensor, version: int) -> bool:
     )
 
 
-def _buffers(module: nn.Module, names: Collection[str] | None = None) -> list[Place]:
+def _buffers(module: nn.Module, names: Collection[str] | None = None) -> list[BufferPlace]:
     """Return the places of a module's buffers: of all buffers, or of those with these names."""
     return [
         (child, name)
         for path, child in module.named_modules(remove_duplicate=False)
         for name, buffer in child._buffers.items()
         if buffer is not None
-        and (names is None or is_held(f"{path}.{name}".removeprefix("."), names))
+        and (names is None or is_inside(f"{path}.{name}".removeprefix("."), names))
     ]
 
 
-def _of(place: Place) -> Tensor:
+def _of(place: BufferPlace) -> Tensor:
     module, name = place
     buffer = module._buffers[name]
     assert buffer is not None

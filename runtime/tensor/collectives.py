@@ -21,9 +21,9 @@
     first_gradient R → I    nothing                   gradient on rank 0, zeros else
 
 `parts` says how a dim is cut (see slices.py); by default it is one part with blocks of one element.
-If a dim is gathered without `parts`, its whole length is taken from those that this forward cut or
-that the stage received: the one of which this rank's share has the local size. If there is none,
-all ranks are assumed to hold equally many elements.
+If a dim is gathered without `parts`, slices.py looks for its whole length among those that this
+forward cut or that the stage received: this rank's share of it has the size of x. If none fits, all
+ranks are assumed to hold equally many elements.
 """
 
 from collections.abc import Callable
@@ -72,7 +72,7 @@ def first_only(x: Tensor, axis: Axis) -> Tensor:
 
 
 def first_whole(x: Tensor, axis: Axis) -> Tensor:
-    """R → P: count a whole value once, and its gradient as well."""
+    """R → P: keep a whole value, and later its gradient, on the first rank alone."""
     return _convert(x, axis, _on_first, _on_first)
 
 
@@ -137,36 +137,36 @@ def _convert(x: Tensor, axis: Axis, forward: Whole, backward: Whole) -> Tensor:
 
 
 def _convert_along(
-    x: Tensor, dim: int, axis: Axis, held: Cut, functions: tuple[Along, Along]
+    x: Tensor, dim: int, axis: Axis, shares: Cut, functions: tuple[Along, Along]
 ) -> Tensor:
     if axis.size == 1:
         return x
-    converted: Tensor = _ConvertAlong.apply(x, dim % x.ndim, held, axis, *functions)  # type: ignore[no-untyped-call]
+    converted: Tensor = _ConvertAlong.apply(x, dim % x.ndim, shares, axis, *functions)  # type: ignore[no-untyped-call]
     return converted
 
 
 def _cut_whole(x: Tensor, dim: int, axis: Axis, parts: Parts | None) -> Cut:
     """Return the cut of a dim that is whole on this rank."""
-    held = cut(((x.shape[dim], 1),) if parts is None else parts, axis.size)
+    shares = cut(((x.shape[dim], 1),) if parts is None else parts, axis.size)
     if parts is None:
         note_length(x.shape[dim])
-    if held.whole != x.shape[dim]:
+    if shares.whole != x.shape[dim]:
         raise ValueError(
-            f"dim {dim} has {x.shape[dim]} elements, but its parts {parts} add up to {held.whole}"
+            f"dim {dim} has {x.shape[dim]} elements, but its parts {parts} add up to {shares.whole}"
         )
-    return held
+    return shares
 
 
 def _cut_local(x: Tensor, dim: int, axis: Axis, parts: Parts | None) -> Cut:
     """Return the cut of a dim of which this rank holds a slice."""
     local = x.shape[dim]
-    held = cut_of_share(local, axis, x.device) if parts is None else cut(parts, axis.size)
-    if held.sizes[axis.rank] != local:
-        expected = held.sizes[axis.rank]
+    shares = cut_of_share(local, axis, x.device) if parts is None else cut(parts, axis.size)
+    if shares.sizes[axis.rank] != local:
+        expected = shares.sizes[axis.rank]
         raise ValueError(
             f"dim {dim} has {local} elements, but rank {axis.rank}'s share is {expected}"
         )
-    return held
+    return shares
 
 
 def _unchanged(x: Tensor, _: Axis) -> Tensor:
@@ -204,10 +204,10 @@ class _ConvertAlong(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, dim: int, held: Cut, axis: Axis, forward: Along, backward: Along
+        ctx: Any, x: Tensor, dim: int, shares: Cut, axis: Axis, forward: Along, backward: Along
     ) -> Tensor:
-        ctx.arguments, ctx.converse = (dim, held, axis), backward
-        return forward(x, dim, held, axis)
+        ctx.arguments, ctx.converse = (dim, shares, axis), backward
+        return forward(x, dim, shares, axis)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:

@@ -1,7 +1,7 @@
 """Turns whole parameters into this rank's shards on the tensor axis.
 
-Records which part of a parameter a rank holds. Shards are plain local parameters, so that the
-user's nn.Linear computes with its share.
+Records which part of a parameter a rank holds. Shards are plain local parameters, so that an
+unchanged nn.Linear computes with them.
 
 The chunks of a shard are recorded on the module that owns the parameter: `fully_shard` replaces
 parameter objects but keeps modules.
@@ -90,7 +90,7 @@ RECORD = "_autopar_chunks"
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """A shard: the ranges of every dim of the global tensor, laid end to end."""
+    """A shard of a global tensor: per dim, the ranges of elements that it joins, in its order."""
 
     global_shape: tuple[int, ...]
     ranges: tuple[Ranges, ...]  # per dim, [start, stop) in the global tensor, in local order
@@ -106,7 +106,7 @@ class Chunks:
         return math.prod(self.local_shape)
 
     def within_box(self, box: Box) -> Chunks:
-        """Return the chunks of a box of the shard."""
+        """Return the chunks of a part of this shard; the box counts from the shard's start."""
         ranges = zip(self.ranges, box, strict=True)
         return Chunks(self.global_shape, tuple(within(held, *sides) for held, sides in ranges))
 
@@ -128,7 +128,7 @@ def recorded_chunks(module: nn.Module, name: str) -> Chunks | None:
 
 
 def chunks_by_name(model: nn.Module) -> dict[str, Chunks]:
-    """Return the chunks of every parameter and buffer, including the rows of `fully_shard`."""
+    """Return the chunks of every parameter and buffer on this rank, also after `fully_shard`."""
     found = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         for attribute, tensor in (*module._parameters.items(), *module._buffers.items()):
@@ -201,7 +201,7 @@ class Split:
     """How a parameter or buffer is cut over the tensor axis."""
 
     dim: int
-    parts: Parts | None = None  # see slices.py; None: one part of single elements
+    parts: Parts | None = None  # see slices.py; None: the dim may be cut between any elements
 
     def cut(self, shape: Sequence[int], axis: Axis) -> Cut:
         """Return the cut of a whole shape: the elements of each rank along the split dim."""
@@ -323,9 +323,9 @@ def put(group: list[TensorPlace], tensor: Tensor, chunks: Chunks) -> None:
 def hang(group: list[TensorPlace], tensor: Tensor) -> None:
     """Put new contents in all places of a tensor.
 
-    A parameter or a meta tensor stays the same object. In place of any other buffer the modules get
-    a new tensor, with its class and attributes: code that also holds the old one, as in a global
-    table, keeps the old values.
+    A parameter or a meta tensor stays the same object. For any other buffer, the modules get a new
+    tensor with the class and the attributes of the old one. Code outside of the modules that has
+    the old tensor, such as a global table, keeps the old values.
     """
     old = group[0].tensor
     if isinstance(old, nn.Parameter) or old.is_meta:

@@ -84,7 +84,7 @@ RECEIVED = "received_lengths"  # a stage module's attribute with the lengths of 
 
 @dataclass(slots=True)
 class _Running:
-    """What is known in the forward that runs now; torch.compile reads no context variable."""
+    """The lengths of the forward that runs now; no context variable: torch.compile reads none."""
 
     known: dict[int, None] | None = None  # lengths; None until a model with `begin_anew` runs
 
@@ -164,34 +164,34 @@ def pick(x: Tensor, dim: int, ranges: Ranges) -> Tensor:
     return torch.cat(pieces, dim) if pieces else x.narrow(dim, 0, 0).clone()
 
 
-def slice_along(x: Tensor, dim: int, held: Cut, axis: Axis) -> Tensor:
+def slice_along(x: Tensor, dim: int, shares: Cut, axis: Axis) -> Tensor:
     """Keep this rank's slice of a whole dim."""
-    return pick(x, dim, held.ranges[axis.rank])
+    return pick(x, dim, shares.ranges[axis.rank])
 
 
-def pad_along(x: Tensor, dim: int, held: Cut, axis: Axis) -> Tensor:
+def pad_along(x: Tensor, dim: int, shares: Cut, axis: Axis) -> Tensor:
     """Put this rank's slice in its place among zeros."""
-    whole = x.new_zeros(_resized(x, dim, held.whole))
+    whole = x.new_zeros(_resized(x, dim, shares.whole))
     offset = 0
-    for start, stop in held.ranges[axis.rank]:
+    for start, stop in shares.ranges[axis.rank]:
         whole.narrow(dim, start, stop - start).copy_(x.narrow(dim, offset, stop - start))
         offset += stop - start
     return whole
 
 
-def gather_along(x: Tensor, dim: int, held: Cut, axis: Axis) -> Tensor:
+def gather_along(x: Tensor, dim: int, shares: Cut, axis: Axis) -> Tensor:
     """Return the whole dim, with every rank's slice in its place."""
-    if held.is_even:
+    if shares.is_even:
         return _merge(gathered(x, axis), dim)
-    shapes = [_resized(x, dim, size) for size in held.sizes]
-    return _assemble(exchanged_pieces([x] * axis.size, shapes, axis), dim, held)
+    shapes = [_resized(x, dim, size) for size in shares.sizes]
+    return _assemble(exchanged_pieces([x] * axis.size, shapes, axis), dim, shares)
 
 
-def sum_scatter_along(x: Tensor, dim: int, held: Cut, axis: Axis) -> Tensor:
+def sum_scatter_along(x: Tensor, dim: int, shares: Cut, axis: Axis) -> Tensor:
     """Sum every rank's tensor and keep this rank's slice of a dim."""
-    if held.is_even:
+    if shares.is_even:
         return sum_scattered(_split(x, dim, axis.size), axis)
-    pieces = [pick(x, dim, ranges) for ranges in held.ranges]
+    pieces = [pick(x, dim, ranges) for ranges in shares.ranges]
     shape = pieces[axis.rank].shape
     return torch.stack(exchanged_pieces(pieces, [shape] * axis.size, axis)).sum(0, dtype=x.dtype)
 
@@ -223,10 +223,10 @@ def _merge(stack: Tensor, dim: int) -> Tensor:
     return stack.movedim(0, dim).flatten(dim, dim + 1).contiguous()
 
 
-def _assemble(pieces: list[Tensor], dim: int, held: Cut) -> Tensor:
+def _assemble(pieces: list[Tensor], dim: int, shares: Cut) -> Tensor:
     """Join the pieces of all ranks: each range gets its place in the whole dim."""
     placed = []
-    for piece, ranges in zip(pieces, held.ranges, strict=True):
+    for piece, ranges in zip(pieces, shares.ranges, strict=True):
         offset = 0
         for start, stop in ranges:
             placed.append((start, piece.narrow(dim, offset, stop - start)))

@@ -39,11 +39,11 @@ def vocab_parallel_embedding(
         return embedding(ids, weight_local, padding_idx)
     parts = parts or _even_parts(len(weight_local), axis)
     _check_rows(ids, parts, axis)
-    local, held = _local_ids(ids, parts, axis)
+    local, is_here = _local_ids(ids, parts, axis)
     if not weight_local.shape[0]:  # more ranks than rows; autograd still needs the weight
         return weight_local.sum(0).expand(*ids.shape, -1)
     rows = embedding(local, weight_local, _local_row(padding_idx, parts, axis))
-    return rows.masked_fill(~held.unsqueeze(-1), 0)
+    return rows.masked_fill(~is_here.unsqueeze(-1), 0)
 
 
 def vocab_parallel_embedding_bag(
@@ -74,13 +74,13 @@ def vocab_parallel_embedding_bag(
         )
     parts = parts or _even_parts(len(weight_local), axis)
     _check_rows(ids, parts, axis)
-    local, held = _local_ids(ids, parts, axis)
-    is_entry = torch.ones_like(held) if padding_idx is None else ids != padding_idx
+    local, is_here = _local_ids(ids, parts, axis)
+    is_entry = torch.ones_like(is_here) if padding_idx is None else ids != padding_idx
     bags = (offsets[:-1], offsets[1:]) if include_last_offset else (offsets, _ends(offsets, ids))
     if not weight_local.shape[0]:  # more ranks than rows; autograd still needs the weights
         weighed = 0 if per_sample_weights is None else per_sample_weights[:0].sum()
         return (weight_local.sum(0) + weighed).expand(len(bags[0]), -1)
-    counts = (held & is_entry).to(weight_local.dtype)
+    counts = (is_here & is_entry).to(weight_local.dtype)
     weights = counts if per_sample_weights is None else per_sample_weights * counts
     sums = embedding_bag(
         local,
@@ -196,33 +196,33 @@ class _CrossEntropy(torch.autograd.Function):
         vocabulary = cut(parts, axis.size).whole
         inside = (target >= 0) & (target < vocabulary) | ~valid
         torch._assert_async(inside.all(), f"a target is not one of {vocabulary} classes")
-        local, held = _local_ids(torch.where(valid, target, 0), parts, axis)
-        highest, exponentials, own, total = gathered(_statistics(logits, local, held), axis).unbind(
-            1
-        )
+        local, is_here = _local_ids(torch.where(valid, target, 0), parts, axis)
+        highest, exponentials, own, total = gathered(
+            _statistics(logits, local, is_here), axis
+        ).unbind(1)
         top = highest.amax(0)
         log_sum = (exponentials * (highest - top).exp()).sum(0).log()
         losses = log_sum - (1 - smoothing) * (own.sum(0) - top)
         if smoothing:
             losses -= smoothing * (total.sum(0) / vocabulary - top)
-        ctx.save_for_backward(logits, top + log_sum, local, held, valid)
+        ctx.save_for_backward(logits, top + log_sum, local, is_here, valid)
         ctx.smoothing, ctx.vocabulary = smoothing, vocabulary
         return losses.masked_fill(~valid, 0).to(logits.dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        logits, log_sum, local, held, valid = ctx.saved_tensors
+        logits, log_sum, local, is_here, valid = ctx.saved_tensors
         gradient = gradients[0].masked_fill(~valid, 0).to(log_sum.dtype).unsqueeze(-1)
         result = (logits - log_sum.unsqueeze(-1)).exp_()  # softmax, recomputed
         if ctx.smoothing:
             result -= ctx.smoothing / ctx.vocabulary
         if result.shape[-1]:
-            hit = held.unsqueeze(-1).to(result.dtype) * (ctx.smoothing - 1)
+            hit = is_here.unsqueeze(-1).to(result.dtype) * (ctx.smoothing - 1)
             result.scatter_add_(-1, local.unsqueeze(-1), hit)
         return result.mul_(gradient).to(logits.dtype), None, None, None, None, None
 
 
-def _statistics(logits: Tensor, local: Tensor, held: Tensor) -> Tensor:
+def _statistics(logits: Tensor, local: Tensor, is_here: Tensor) -> Tensor:
     """Return four numbers per target, from this rank's logits, which the other ranks need.
 
     They are the highest logit, Σ exp(logit − highest), the target's logit (0 if another rank holds
@@ -231,11 +231,11 @@ def _statistics(logits: Tensor, local: Tensor, held: Tensor) -> Tensor:
     wide = torch.promote_types(logits.dtype, torch.float32)
     lowest = torch.finfo(wide).min  # not −∞, because −∞ − (−∞) is nan
     if not logits.shape[-1]:
-        nothing = torch.zeros_like(held, dtype=wide)
+        nothing = torch.zeros_like(is_here, dtype=wide)
         return torch.stack((nothing + lowest, nothing, nothing, nothing))
     highest = logits.amax(-1).to(wide).clamp_(min=lowest)
     exponentials = (logits - highest.unsqueeze(-1)).exp_().sum(-1)
-    own = logits.gather(-1, local.unsqueeze(-1)).squeeze(-1).to(wide).masked_fill(~held, 0)
+    own = logits.gather(-1, local.unsqueeze(-1)).squeeze(-1).to(wide).masked_fill(~is_here, 0)
     return torch.stack((highest, exponentials, own, logits.sum(-1, dtype=wide)))
 
 
@@ -257,11 +257,11 @@ def _check_rows(ids: Tensor, parts: Parts, axis: Axis) -> None:
 
 def _local_ids(ids: Tensor, parts: Parts, axis: Axis) -> tuple[Tensor, Tensor]:
     """Return the local rows of ids, and a mask of the ids on this rank; other ids get row 0."""
-    local, held = torch.zeros_like(ids), torch.zeros_like(ids, dtype=torch.bool)
+    local, is_here = torch.zeros_like(ids), torch.zeros_like(ids, dtype=torch.bool)
     offset = 0
     for start, stop in cut(parts, axis.size).ranges[axis.rank]:
         here = (ids >= start) & (ids < stop)
         local = torch.where(here, ids + (offset - start), local)
-        held = held | here
+        is_here = is_here | here
         offset += stop - start
-    return local, held
+    return local, is_here

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from autopar.runtime.model.held_tensors import move_held
+from autopar.runtime.model.plain_tensors import move_plain_tensors
 from autopar.runtime.ranks.mesh import ALONE, Axis
 from autopar.runtime.ranks.refusal import refuse
 from autopar.runtime.tensor.shards import (
@@ -91,7 +91,7 @@ class Recipe:
                 fill(group, source, splits, axis, shape=shape, device=device, dtype=dtype)
             elif group[0].tensor.device.type != device.type and not starts_on_host(group[0].tensor):
                 hang(group, group[0].tensor.to(device))  # sparse or quantised, so never cut
-        move_held(model, device)
+        move_plain_tensors(model, device)
 
     def make(self, name: str) -> Tensor:
         """Return the initial values of a whole tensor."""

@@ -106,12 +106,12 @@ class _Slice:
 
     file: _InStore
     name: str
-    held: _Tensor
+    stored: _Tensor
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The tensor's shape."""
-        return self.held.shape
+        return self.stored.shape
 
     def get_shape(self) -> list[int]:
         """Return the tensor's shape, as safetensors does."""
@@ -119,7 +119,7 @@ class _Slice:
 
     def get_dtype(self) -> str:
         """Return the name of the tensor's dtype, as safetensors does."""
-        return KINDS[self.held.dtype]
+        return KINDS[self.stored.dtype]
 
     def __getitem__(self, index: Any) -> Tensor:
         if not self.shape:

@@ -14,7 +14,7 @@ from tests.planner.subjects import ZOO
 MNIST, GPT2 = str(ZOO / "mnist.py"), str(ZOO / "gpt2.py")
 
 
-def told(ran: Ran) -> str:
+def printed(ran: Ran) -> str:
     return " ".join((ran.out + ran.err).split())
 
 
@@ -25,8 +25,8 @@ ON_TWO = ("--gpus", "2", "--global-batch", "8", "--device", "h100")
 def test_a_batch_whose_rows_a_loss_compares_stays_whole(autopar: Autopar) -> None:
     ran = autopar("plan", PAIRS, *ON_TWO)
     assert ran.code == 0
-    assert "note: the rows of a batch meet in matmul" in told(ran)
-    assert "so the batch stays whole" in told(ran)
+    assert "note: the rows of a batch meet in matmul" in printed(ran)
+    assert "so the batch stays whole" in printed(ran)
     arranged = read_plan(Path("plan.json")).arrangement
     assert (arranged.data, arranged.microbatch) == (1, 8)
 
@@ -34,7 +34,7 @@ def test_a_batch_whose_rows_a_loss_compares_stays_whole(autopar: Autopar) -> Non
 def test_a_batch_whose_rows_a_loss_compares_is_split_where_that_is_pinned(autopar: Autopar) -> None:
     ran = autopar("plan", PAIRS, *ON_TWO, "--pin", "dp=2")
     assert ran.code == 0
-    assert "each microbatch of each data rank compares its own rows only" in told(ran)
+    assert "each microbatch of each data rank compares its own rows only" in printed(ran)
     assert read_plan(Path("plan.json")).arrangement.data == 2
 
 
@@ -43,13 +43,13 @@ def test_stages_that_would_learn_nothing_are_told(autopar: Autopar, pins: str) -
     frozen = str(ZOO.parent / "tests/field/models/frozen_embedding.py")
     ran = autopar("plan", frozen, "--gpus", "4", "--global-batch", "8", "--pin", pins)
     assert ran.code == 3
-    assert "each with some of its 3 layers that learn" in told(ran)
+    assert "each with some of its 3 layers that learn" in printed(ran)
 
 
 def test_what_forbids_to_keep_a_batch_whole_is_named(autopar: Autopar) -> None:
     ran = autopar("plan", PAIRS, *ON_TWO, "--max-tp", "1", "--max-pp", "1")
     assert ran.code == 3
-    assert "dp=1 (the rows of a batch meet in matmul)" in told(ran)
+    assert "dp=1 (the rows of a batch meet in matmul)" in printed(ran)
 
 
 REMEMBERING = """
@@ -98,7 +98,7 @@ def test_objects_that_layers_keep_till_the_backward_are_told(autopar: Autopar, m
     ran = autopar("plan", "model.py", *ON_TWO, "-c", "rules.toml")
     assert ran.code == 0
     note = "layers that are recomputed are given a Memory"
-    assert (note in told(ran)) == (mode == "full")
+    assert (note in printed(ran)) == (mode == "full")
 
 
 @pytest.mark.parametrize(
@@ -114,8 +114,8 @@ def test_what_a_model_chooses_itself_is_told(autopar: Autopar, around: str, note
     Path("model.py").write_text(imported + REMEMBERING.replace("layer(x, memory)", around))
     ran = autopar("plan", "model.py", *ON_TWO)
     assert ran.code == 0
-    assert note in told(ran)
-    assert "model.py:" in told(ran)
+    assert note in printed(ran)
+    assert "model.py:" in printed(ran)
 
 
 def test_a_layer_that_cannot_run_again_is_told_before_a_plan_is_made(autopar: Autopar) -> None:
@@ -123,8 +123,8 @@ def test_a_layer_that_cannot_run_again_is_told_before_a_plan_is_made(autopar: Au
     Path("rules.toml").write_text(RULE.format("selective"))
     ran = autopar("plan", "model.py", *ON_TWO, "-c", "rules.toml")
     assert ran.code == 2
-    assert "layer 'layers.0' cannot be recomputed (selective): mul_" in told(ran)
-    assert "model.py:12" in told(ran)
+    assert "layer 'layers.0' cannot be recomputed (selective): mul_" in printed(ran)
+    assert "model.py:12" in printed(ran)
     assert not Path("plan.json").exists()
 
 
@@ -138,7 +138,7 @@ def test_a_plan_that_recomputes_what_cannot_is_refused(autopar: Autopar) -> None
     Path("old.json").write_text(json.dumps(plan))
     ran = autopar("emit", "old.json", "-o", "old")
     assert ran.code == 2
-    assert "layer 0 cannot be recomputed (selective): mul_ writes into" in told(ran)
+    assert "layer 0 cannot be recomputed (selective): mul_ writes into" in printed(ran)
     assert not Path("old").exists()
 
 
@@ -146,9 +146,9 @@ def test_too_little_memory_is_told_to_the_byte_and_leaves_nothing_behind(autopar
     demands = ("--gpus", "2", "--global-batch", "8", "--pin", "dp=2")
     ran = autopar("plan", MNIST, *demands, "--device", "h100", "--memory", "1 GiB")
     assert ran.code == 3
-    assert "no plan fits: every one needs" in told(ran)
-    assert "short" in told(ran)
-    assert "allow more of the device: --memory" in told(ran)
+    assert "no plan fits: every one needs" in printed(ran)
+    assert "short" in printed(ran)
+    assert "allow more of the device: --memory" in printed(ran)
     assert "Traceback" not in ran.err
     assert not list(Path().iterdir())
 
@@ -156,8 +156,8 @@ def test_too_little_memory_is_told_to_the_byte_and_leaves_nothing_behind(autopar
 def test_a_time_limit_before_any_plan_has_its_own_code(autopar: Autopar) -> None:
     ran = autopar("plan", MNIST, "--gpus", "2", "--device", "h100", "--time-limit", "1e-9")
     assert ran.code == 5
-    assert "the time limit came before any plan was found" in told(ran)
-    assert "--time-limit" in told(ran)
+    assert "the time limit came before any plan was found" in printed(ran)
+    assert "--time-limit" in printed(ran)
 
 
 def test_heads_that_do_not_divide_are_split_unevenly_or_not_at_all(autopar: Autopar) -> None:
@@ -172,8 +172,8 @@ def test_rules_that_mean_one_of_several_equal_layers_are_refused(autopar: Autopa
     Path("rules.toml").write_text('[[splits]]\naxis = "ffn"\nmodules = "h.1"\nrule = "forbid"\n')
     ran = autopar("plan", GPT2, "--gpus", "2", "--device", "h100", "-c", "rules.toml")
     assert ran.code == 2
-    assert "2 equal layers of class Block" in told(ran)
-    assert "'h.*'" in told(ran)
+    assert "2 equal layers of class Block" in printed(ran)
+    assert "'h.*'" in printed(ran)
 
 
 def test_why_not_solves_what_a_constraint_forbade(autopar: Autopar) -> None:
@@ -185,13 +185,13 @@ def test_why_not_solves_what_a_constraint_forbade(autopar: Autopar) -> None:
     asked = ("explain", "out", "--model", MNIST, "--why-not")
     why = autopar(*asked, "tp=4")
     assert (why.code, why.err) == (0, "")
-    assert "at most tp=1 (--max-tp) forbids it" in told(why)
-    assert "its step takes" in told(why)
-    assert "decide" in told(why)
+    assert "at most tp=1 (--max-tp) forbids it" in printed(why)
+    assert "its step takes" in printed(why)
+    assert "decide" in printed(why)
     of_batch = autopar(*asked, "microbatch=3")
-    assert "a global batch of 8 (the plan)" in told(of_batch)
+    assert "a global batch of 8 (the plan)" in printed(of_batch)
     other_zero = autopar(*asked, "zero=3,dp=4")
-    assert "zero=0 (--pin) forbids it" in told(other_zero)
+    assert "zero=0 (--pin) forbids it" in printed(other_zero)
 
 
 @pytest.mark.parametrize(("pins", "is_told"), [(("--pin", "tp=2"), True), ((), False)])
@@ -201,4 +201,4 @@ def test_tensor_ranks_that_share_nothing_are_told(
     Path("model.py").write_text(REMEMBERING)
     ran = autopar("plan", "model.py", *ON_TWO, *pins)
     assert ran.code == 0
-    assert ("each of 2 tensor ranks computes everything" in told(ran)) == is_told
+    assert ("each of 2 tensor ranks computes everything" in printed(ran)) == is_told

@@ -22,7 +22,7 @@ from autopar.commands.run import _tell_start
 from autopar.planner.errors import InputError
 from autopar.planner.plan.files.document import write_plan
 from autopar.planner.plan.plan import Plan
-from autopar.runs.launching import ENVIRONMENT, Ended, check_rendezvous, ended_as
+from autopar.runs.launching import ENVIRONMENT, ProcessEnd, check_rendezvous, ended_as
 from autopar.runs.run_folder import (
     Nodes,
     RunningError,
@@ -228,7 +228,7 @@ def test_the_end_is_told_by_the_code_and_by_what_the_script_left(
     metrics.write_text(PREEMPTED + "\n")  # of an earlier start
     seen = metrics.stat().st_size
     metrics.write_text("\n".join([PREEMPTED, *lines, '{"cut o']))
-    ended = Ended(code=code, is_signalled=is_signalled, leftovers=0)
+    ended = ProcessEnd(code=code, is_signalled=is_signalled, leftovers=0)
     assert ended_as(ended, lines_of(metrics, start=seen)) is state
 
 

@@ -21,7 +21,7 @@ from torch._dynamo.utils import counters
 from autopar.codegen.emit import write_script
 from autopar.codegen.proof.comparison import RankTrained, compared
 from autopar.codegen.proof.plain import task_of
-from autopar.codegen.proof.script_rank import NAME, Watched, run_script
+from autopar.codegen.proof.script_rank import NAME, StepRecorder, run_script
 from autopar.codegen.proof.verification import axes_of
 from autopar.planner.costs.prediction import Compile
 from autopar.planner.errors import AutoparError
@@ -65,9 +65,9 @@ def counted(backend: str) -> Iterator[Callable[[], Compilations]]:
         if isinstance(module, ModuleType):
             vars(module).pop(f"__import_{NAME}", None)
     graphs: list[int] = []
-    stepped = Watched.stepped
+    stepped = StepRecorder.stepped
 
-    def watched(self: Watched, step: Callable[..., Any], dtype: torch.dtype) -> Any:
+    def watched(self: StepRecorder, step: Callable[..., Any], dtype: torch.dtype) -> Any:
         run = stepped(self, step, dtype)
 
         def one(*args: Any, **kwargs: Any) -> Any:
@@ -80,7 +80,7 @@ def counted(backend: str) -> Iterator[Callable[[], Compilations]]:
 
     with (
         patch.object(torch, "compile", partial(torch.compile, backend=backend)),
-        patch.object(Watched, "stepped", watched),
+        patch.object(StepRecorder, "stepped", watched),
         warnings.catch_warnings(record=True) as seen,
     ):
         warnings.simplefilter("default")

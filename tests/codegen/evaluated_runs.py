@@ -51,8 +51,8 @@ def keeping(folder: Path) -> tuple[str, ...]:
     return "--checkpoint", str(folder / "kept"), "--metrics", str(folder / "metrics.jsonl")
 
 
-def told(folder: Path, event: str) -> list[Mapping[str, Any]]:
-    """Return the events of one kind that a script has told."""
+def events(folder: Path, event: str) -> list[Mapping[str, Any]]:
+    """Return the events of one kind in the metrics of a script."""
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     return [one for one in lines if one.get("event") == event]
 

@@ -87,7 +87,9 @@ FAULTS: Mapping[str, Callable[[], None]] = MappingProxyType(
         "no manifest": lambda: before(writing, "_put_in_place", lambda *_: die(), rank=0),
         "no name yet": lambda: before(step_folders, "_settle", lambda *_: die(), rank=0),
         "the disk is full": finds_the_disk_full,
-        "a byte is flipped": lambda: before(keeper, "let_go", damages_what_is_kept, rank=0),
+        "a byte is flipped": lambda: before(
+            keeper, "remove_old_checkpoints", damages_what_is_kept, rank=0
+        ),
         "asked while it writes": lambda: before(writing, "write_tensors", ask_to_stop, rank=1),
         "asked in a step": lambda: at_step(10, ask_to_stop),
         "stopped": lambda: at_step(3, lambda: os.kill(os.getpid(), signal.SIGSTOP)),

@@ -258,7 +258,7 @@ def _verdict(kind: str, path: Path, comparison: TrainingComparison) -> str:
     if comparison.is_within(TOLERANCE) and "recompute" in PLANS[kind]:
         faults = device_draw_faults(path, [0], plan.arrangement.ranks)
         comparison = replace(comparison, faults=faults)
-    return told(comparison)
+    return in_words(comparison)
 
 
 def _ranks(plan: Plan, path: Path, dtype: str = "float64", steps: int = STEPS) -> list[Any]:
@@ -282,7 +282,7 @@ def _edited(text: str, edit: Edit) -> str:
     return text.replace(edit.old, edit.new)
 
 
-def told(comparison: TrainingComparison) -> str:
+def in_words(comparison: TrainingComparison) -> str:
     """Return the verdict of a comparison, with the first thing that differs."""
     if comparison.faults:
         return f"begins, draws or clips otherwise: {comparison.faults[0]}"

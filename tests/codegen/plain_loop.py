@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import default_collate
 
 from autopar.codegen.emit import write_script
-from autopar.codegen.proof.exactness import Exactly
+from autopar.codegen.proof.exactness import ExactMode
 from autopar.codegen.proof.plain import TrainedAlone, all_steps, clipped_share, trained_tensors
 from autopar.planner.model.model_file import ModelFile, load_model_file
 from autopar.planner.plan.plan import Plan
@@ -93,7 +93,7 @@ def train_plainly(subject: Subject, dtype: torch.dtype, *, rows: int) -> Plain:
         chosen = [dataset[order.pop(0)] for _ in range(subject.global_batch)]
         batch = default_collate(chosen)
         batch = {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items()}
-        with Exactly(dtype) if is_exact else nullcontext():
+        with ExactMode(dtype) if is_exact else nullcontext():
             parts = [_loss(file, model, part) for part in _parts(batch, rows)]
             loss = torch.stack(parts).mean()
             torch.autograd.backward(loss)

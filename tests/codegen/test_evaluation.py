@@ -23,11 +23,11 @@ from tests.codegen.evaluated_models import (
 )
 from tests.codegen.evaluated_runs import (
     STEPS,
+    events,
     keeping,
     refused,
     run_refused,
     small_plan,
-    told,
     trained,
 )
 from tests.codegen.kinds import KINDS
@@ -61,7 +61,7 @@ def test_all_rows_have_the_loss_of_one_batch_and_the_training_does_not_notice(
     plan = plan_for(*gpt2, GPT2, degrees=(pipeline, data, tensor), **pins)
     losses = trained(plan, tmp_path, "--eval-every", "2", *keeping(tmp_path))
     assert losses == trained(plan, tmp_path)
-    found = told(tmp_path, "evaluated")
+    found = events(tmp_path, "evaluated")
     assert [(one["step"], one["rows"]) for one in found] == [(2, COUNT), (4, COUNT), (5, COUNT)]
     expected = plain_loss(gpt2[0], tmp_path / "kept" / f"step-{STEPS}")
     assert abs(found[-1]["loss"] - expected) < 1e-10
@@ -73,7 +73,7 @@ def test_unlike_data_ranks_count_each_row_once(
     plan = plan_for(*gpt2, GPT2, degrees=(1, 2, 1), microbatch=2)
     unlike = replace(plan.arrangement, rows=(3, 1), microbatch=3, microbatches=2)
     trained(replace(plan, arrangement=unlike), tmp_path, *keeping(tmp_path), "--eval-every", "9")
-    (found,) = told(tmp_path, "evaluated")
+    (found,) = events(tmp_path, "evaluated")
     expected = plain_loss(gpt2[0], tmp_path / "kept" / f"step-{STEPS}")
     assert abs(found["loss"] - expected) < 1e-10
 
@@ -94,7 +94,7 @@ def test_each_kind_of_loss_weighs_as_in_the_training(kind: str, tmp_path: Path) 
     expected = plain_loss(load_model_file(str(path)), tmp_path / "kept" / f"step-{STEPS}")
     if kind == "sum":
         expected *= 8 / COUNT  # told as that of a step
-    (found,) = told(tmp_path, "evaluated")
+    (found,) = events(tmp_path, "evaluated")
     assert abs(found["loss"] - expected) < 1e-10
 
 
@@ -104,7 +104,7 @@ def test_batch_norms_use_what_they_have_learnt_and_learn_nothing(tmp_path: Path)
     losses = trained(plan, tmp_path, "--eval-every", "2", *keeping(tmp_path))
     assert losses == trained(plan, tmp_path)
     expected = plain_loss(load_model_file(str(path)), tmp_path / "kept" / f"step-{STEPS}")
-    assert abs(told(tmp_path, "evaluated")[-1]["loss"] - expected) < 1e-10
+    assert abs(events(tmp_path, "evaluated")[-1]["loss"] - expected) < 1e-10
 
 
 PAIRS = "F.cross_entropy(number @ batch['y'].T, torch.arange(len(number)))"
@@ -116,7 +116,7 @@ def test_rows_that_meet_are_evaluated_in_whole_batches(tensor: int, tmp_path: Pa
     split = ("batch",) if tensor > 1 else ()
     plan = small_plan(path, data=1, tensor=tensor, microbatch=8, split=split)
     trained(plan, tmp_path, *keeping(tmp_path), "--eval-every", "9")
-    (found,) = told(tmp_path, "evaluated")
+    (found,) = events(tmp_path, "evaluated")
     expected = plain_loss(load_model_file(str(path)), tmp_path / "kept" / f"step-{STEPS}", rows=8)
     assert found["rows"] == 8
     assert abs(found["loss"] - expected) < 1e-10
@@ -127,7 +127,7 @@ def test_the_best_stays_and_a_training_stops_that_finds_nothing_better(tmp_path:
     still = ("--lr", "0", "--eval-every", "1", "--early-stop", "2", "--keep", "1")
     assert len(trained(plan, tmp_path, *still, *keeping(tmp_path))) == 3
     assert kept_in(tmp_path) == {"step-1", "step-3"}
-    (stopped,), (finished,) = told(tmp_path, "stopped early"), told(tmp_path, "finished")
+    (stopped,), (finished,) = events(tmp_path, "stopped early"), events(tmp_path, "finished")
     assert (stopped["best_step"], stopped["step"], finished["step"]) == (1, 3, 3)
     # A training that has nothing left to do evaluates what it has.
     kept = str(tmp_path / "kept" / "step-3")
@@ -135,7 +135,7 @@ def test_the_best_stays_and_a_training_stops_that_finds_nothing_better(tmp_path:
     assert not trained(plan, tmp_path, *rest, steps=3)
     alone = json.loads((tmp_path / "alone.jsonl").read_text().splitlines()[1])
     assert (alone["event"], alone["step"]) == ("evaluated", 3)
-    assert alone["loss"] == told(tmp_path, "evaluated")[-1]["loss"]
+    assert alone["loss"] == events(tmp_path, "evaluated")[-1]["loss"]
     # It goes on knowing its best, and how long ago that was.
     assert len(trained(plan, tmp_path, *still, *keeping(tmp_path))) == 1
     assert kept_in(tmp_path) == {"step-1", "step-4"}
@@ -146,7 +146,7 @@ def test_the_weights_of_the_best_evaluation_are_exported(tmp_path: Path) -> None
     unsteady = ("--lr", "60", "--clip", "0", "--eval-every", "1", "--keep", str(STEPS))
     exports = {name: tmp_path / f"{name}.safetensors" for name in ("best", "last", "again")}
     trained(plan, tmp_path, *unsteady, *keeping(tmp_path), "--export", str(exports["last"]))
-    best = min(told(tmp_path, "evaluated"), key=lambda one: one["loss"])["step"]
+    best = min(events(tmp_path, "evaluated"), key=lambda one: one["loss"])["step"]
     assert best < STEPS
     # With nothing left to train, each exports what it would have exported at its end.
     done = ("--eval-every", "1", "--checkpoint", str(tmp_path / "kept"))

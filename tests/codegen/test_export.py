@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_model
 from torch import Tensor, nn
 
 from autopar.codegen.emit import write_script
-from autopar.codegen.proof.comparison import Held, HeldBlock, assembled
+from autopar.codegen.proof.comparison import RankBlock, RankBlocks, assembled
 from autopar.codegen.proof.script_rank import imported
 from autopar.planner.model.model_file import load_model_file
 from autopar.planner.plan.plan import Plan
@@ -52,7 +52,7 @@ STAND_OF_FAMILIES = (("GPT-2", "tp 2"), ("ViT", "zero-3 2"))
 OF_FAMILIES = list(product(FAMILIES, ("dp 2", "tp 2", "pp 2", "zero-3 2")))
 
 
-def train_script(path: str, arguments: list[str], shard_bytes: int | None = None) -> Held:
+def train_script(path: str, arguments: list[str], shard_bytes: int | None = None) -> RankBlocks:
     """Run a script here, and return what this rank holds after it."""
     if shard_bytes is not None:
         model_files.SHARD_BYTES = shard_bytes
@@ -61,13 +61,13 @@ def train_script(path: str, arguments: list[str], shard_bytes: int | None = None
     return [block for part in parts for block in _held(part)]
 
 
-def _held(part: nn.Module) -> Iterator[HeldBlock]:
+def _held(part: nn.Module) -> Iterator[RankBlock]:
     chunks = chunks_by_name(part)
     for name, tensor in (
         *part.named_parameters(remove_duplicate=False),
         *part.named_buffers(remove_duplicate=False),
     ):
-        yield HeldBlock(name, chunks[name], local_tensor(tensor.detach()).double().clone())
+        yield RankBlock(name, chunks[name], local_tensor(tensor.detach()).double().clone())
 
 
 def trained(

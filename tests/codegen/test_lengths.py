@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.codegen.proof.exactness import Exactly
+from autopar.codegen.proof.exactness import ExactMode
 from autopar.codegen.proof.plain import all_steps, clipped_share, trained_tensors
 from autopar.planner.graph.graph import Graph
 from autopar.planner.model.model_file import ModelFile, load_model_file
@@ -60,7 +60,7 @@ def train_plainly(kind: str) -> Plain:
     for step in range(1, STEPS + 1):
         chosen = [rows[order.pop(0)] for _ in range(GLOBAL_BATCH)]
         batch = {k: v.double() if v.is_floating_point() else v for k, v in collate(chosen).items()}
-        with Exactly(torch.float64):  # without the casts to float32 inside of models
+        with ExactMode(torch.float64):  # without the casts to float32 inside of models
             found = model(**batch)
             loss = found if isinstance(found, Tensor) else found.loss
             loss.backward()

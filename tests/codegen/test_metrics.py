@@ -24,7 +24,7 @@ from tests.codegen.evaluated_models import (
     load_checkpoint,
     plain_outputs,
 )
-from tests.codegen.evaluated_runs import STEPS, keeping, refused, small_plan, told, trained
+from tests.codegen.evaluated_runs import STEPS, events, keeping, refused, small_plan, trained
 from tests.codegen.plans import plan_for
 from tests.codegen.returned_models import FORMS, UNMADE, returning
 
@@ -63,7 +63,7 @@ def test_metrics_see_whole_outputs_whatever_the_model_returns(
     with torch.no_grad():
         measured = file.metrics(model(**batch), batch)
     expected = {name: float(value.double().mean()) for name, value in measured.items()}
-    (found,) = told(tmp_path, "evaluated")
+    (found,) = events(tmp_path, "evaluated")
     assert found["metrics"] == pytest.approx(expected, rel=0.0, abs=1e-10)
 
 
@@ -79,7 +79,7 @@ def test_metrics_of_what_no_rank_computes_are_told_with_the_plan_and_refused_at_
     assert notes[0] in " ".join(script.split())
     # What is not there hurts who uses it alone.
     trained(plan, tmp_path, *keeping(tmp_path), "--eval-every", "9", steps=1)
-    assert set(told(tmp_path, "evaluated")[0]["metrics"]) == {"accuracy", "logits"}
+    assert set(events(tmp_path, "evaluated")[0]["metrics"]) == {"accuracy", "logits"}
 
     using = replace(UNMADE, more="found['hits'] = outputs['hits'][counted]")
     said = refused(small_plan(returning(tmp_path, using), **WAYS[way]), tmp_path)
@@ -109,7 +109,7 @@ def test_metrics_are_means_over_all_rows(kind: str, tmp_path: Path) -> None:
         load_model_file(str(path)), tmp_path / "kept" / f"step-{STEPS}"
     )
     hits = (kinds.argmax(-1) == batch["kind"])[batch["kind"] != -100].double().mean()
-    (found,) = told(tmp_path, "evaluated")
+    (found,) = events(tmp_path, "evaluated")
     assert abs(found["metrics"]["accuracy"] - hits) < 1e-10
     assert abs(found["metrics"]["error"] - (number - batch["y"]).abs().mean()) < 1e-10
 
@@ -129,7 +129,7 @@ def test_metrics_find_what_a_model_of_a_library_returns(
             plan_for(file, graph, (), degrees=kind, split=axes),
             folder, *keeping(folder), "--eval-every", "9", "--lr", "0",
         )  # fmt: skip
-        found.append(told(folder, "evaluated")[0]["metrics"])
+        found.append(events(folder, "evaluated")[0]["metrics"])
     assert found[0]["perplexity"] > 0
     for name, value in found[0].items():
         assert abs(found[1][name] - value) < 1e-10

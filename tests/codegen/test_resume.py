@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from autopar.codegen.emit import write_script
-from autopar.codegen.proof.exactness import Exactly
+from autopar.codegen.proof.exactness import ExactMode
 from autopar.codegen.proof.script_rank import imported
 from autopar.planner.costs.prediction import Offload, Zero
 from autopar.planner.model.model_file import load_model_file
@@ -178,7 +178,7 @@ def run_still(path: str, arguments: Sequence[str]) -> list[float]:
     step = script.train_step
 
     def still(*args: Any, **kwargs: Any) -> Tensor:
-        with Exactly(torch.float64):
+        with ExactMode(torch.float64):
             found: Tensor = step(*args, **kwargs)
         return found
 

@@ -8,7 +8,7 @@ from autopar.planner.graph.layouts import (
     REPLICATED,
     WHOLE,
     LayoutKind,
-    Local,
+    LocalAction,
     conversion,
     split,
 )
@@ -35,4 +35,4 @@ def test_a_conversion_back_and_forth_communicates_as_much() -> None:
     assert there is not None
     assert back is not None
     assert (there.forward, there.backward) == (back.backward, back.forward)
-    assert there.forward is Local.NOTHING
+    assert there.forward is LocalAction.NOTHING

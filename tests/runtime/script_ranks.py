@@ -33,10 +33,10 @@ class Ended:
     """How the ranks of a script have ended, and what they have printed, together."""
 
     codes: tuple[int | None, ...]
-    told: str
+    printed: str
 
 
-def told_by_torchrun(rank: int, ranks: int, port: int) -> Mapping[str, str]:
+def torchrun_environment(rank: int, ranks: int, port: int) -> Mapping[str, str]:
     """Return the environment that torchrun gives a rank."""
     return {
         "RANK": str(rank),
@@ -58,7 +58,7 @@ def run_script(
     *,
     ranks: int,
     variables: Mapping[str, str] = NOTHING,
-    launcher: Launcher = told_by_torchrun,
+    launcher: Launcher = torchrun_environment,
 ) -> Ended:
     """Run a script in its folder, with these variables in the environment of all ranks.
 
@@ -87,7 +87,7 @@ def run_script(
         process.join()
     text = printed.read_text(encoding="utf-8")
     printed.unlink()
-    return Ended(codes=tuple(one.exitcode for one in processes), told=text)
+    return Ended(codes=tuple(one.exitcode for one in processes), printed=text)
 
 
 def _run(script: Path, words: Sequence[str], variables: Mapping[str, str]) -> None:

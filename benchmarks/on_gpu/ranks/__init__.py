@@ -16,7 +16,7 @@ from benchmarks.on_gpu.ranks.resuming import resume_rows
 from benchmarks.on_gpu.ranks.scripts import script_rows
 from benchmarks.on_gpu.ranks.syncs import sync_rows
 from benchmarks.on_gpu.ranks.transport import transport_rows
-from benchmarks.on_gpu.report import Row, told
+from benchmarks.on_gpu.report import Row, error_text
 
 Check: TypeAlias = Callable[[Context], Iterator[Row]]
 
@@ -58,7 +58,7 @@ def _rows(name: str, context: Context) -> Iterator[Row]:
     try:
         yield from CHECKS[name](context)
     except Exception as error:
-        cells = {"check": name, "error": told(error)}
+        cells = {"check": name, "error": error_text(error)}
         yield Row(table="Ranks: checks that failed", cells=cells)
 
 

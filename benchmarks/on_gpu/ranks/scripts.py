@@ -16,7 +16,7 @@ from benchmarks.on_gpu.context import Context
 from benchmarks.on_gpu.ranks.cases import CASES, STEPS, TINY_CASES, Written
 from benchmarks.on_gpu.ranks.joining import joined_alone, joined_late
 from benchmarks.on_gpu.ranks.lanes import in_lanes
-from benchmarks.on_gpu.report import Cell, Row, told
+from benchmarks.on_gpu.report import Cell, Row, error_text
 
 TABLE = (
     "Ranks: tiny scripts of several processes on the device, beside one process of plain PyTorch"
@@ -30,7 +30,7 @@ def script_rows(context: Context) -> Iterator[Row]:
     with ThreadPoolExecutor(1) as alone:  # where the one process trains
         run = partial(_compared, context, alone)
         for case, found in in_lanes(context, TINY_CASES if context.tiny else CASES, run):
-            cells = {"found": told(found)} if isinstance(found, Exception) else found
+            cells = {"found": error_text(found)} if isinstance(found, Exception) else found
             yield Row(table=TABLE, cells={"script": case.name, **cells})
 
 
@@ -50,11 +50,11 @@ def _compared(
     try:
         cells |= _exact_cells(ranks_of("--dtype", "float64"), coming.result(), one)
     except Exception as error:
-        cells["found"] = f"in float64: {told(error)}"
+        cells["found"] = f"in float64: {error_text(error)}"
     try:
         cells |= _planned_cells(ranks_of()[0], coming.result())
     except Exception as error:
-        cells["as planned"] = told(error)
+        cells["as planned"] = error_text(error)
     return {**cells, "seconds": time.monotonic() - began}
 
 

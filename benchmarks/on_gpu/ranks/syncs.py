@@ -22,7 +22,7 @@ from benchmarks.on_gpu.context import Context
 from benchmarks.on_gpu.ranks.cases import CASES, GPT2, Case, Written
 from benchmarks.on_gpu.ranks.joining import joined_alone, joined_late
 from benchmarks.on_gpu.ranks.lanes import in_lanes
-from benchmarks.on_gpu.report import Row, told
+from benchmarks.on_gpu.report import Row, error_text
 
 TABLE = "Ranks: where the host waits for the GPU in 5 steps without a log line"
 _WAITS = "called a synchronizing"  # in torch's warning of a wait; it also warns of this mode itself
@@ -42,7 +42,7 @@ def sync_rows(context: Context) -> Iterator[Row]:
         yield Row(table=TABLE, cells={"script": "all", "place": "no GPU here"})
         return
     for case, found in in_lanes(context, (*_ALONE, *CASES), partial(_places, context)):
-        places = {told(found): None} if isinstance(found, Exception) else found or {"none": 0}
+        places = {error_text(found): None} if isinstance(found, Exception) else found or {"none": 0}
         for place, count in places.items():
             yield Row(table=TABLE, cells={"script": case.name, "times": count, "place": place})
 

@@ -150,8 +150,9 @@ def open_calls(
 ) -> Opening:
     """Decide which calls to open, besides `opened` and `inlined`; `called` are never inlined.
 
-    Some calls must be opened only after conversions were placed. Then conversions are placed again,
-    with these calls opened from the start. The result with fewer opened calls is returned.
+    For some calls only the placed conversions show that they must be opened. Then conversions are
+    placed again, with these calls opened from the start. The result with fewer opened calls is
+    returned.
     """
     first = _Opener(split, tree, set(opened), set(inlined), called)
     found = first.opening()

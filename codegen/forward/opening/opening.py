@@ -15,7 +15,7 @@ from types import MappingProxyType
 from autopar.codegen.forward.reading.forward_source import LOSS, CallTree, common
 from autopar.codegen.forward.reading.split import SplitGraph
 from autopar.planner.graph.layouts import WHOLE, Layout
-from autopar.planner.graph.ops import BATCH, Left, Op, TensorOrigin, refs
+from autopar.planner.graph.ops import BATCH, Op, StateChange, TensorOrigin, refs
 from autopar.planner.programs.layouts.opened import (
     argument,
     changes_code,
@@ -57,9 +57,9 @@ def _is_function(call: str, tree: CallTree) -> bool:
 def _finds_left(call: str, opening: Opening) -> bool:
     """Whether a call may read or remove state that printed inner code no longer stores."""
     calls, tree, printed = opening.tree.graph.calls, opening.tree, opening.printed
-    if call != LOSS and calls[call].left is Left.FOR_A_WHILE:
+    if call != LOSS and calls[call].left is StateChange.FOR_A_WHILE:
         return not printed.isdisjoint(tree.chains[call][:-1])
-    leaving = (one for one in printed if one != LOSS and calls[one].left is not Left.NOTHING)
+    leaving = (one for one in printed if one != LOSS and calls[one].left is not StateChange.NOTHING)
     return any(call in tree.chains[one][:-1] for one in leaving)
 
 

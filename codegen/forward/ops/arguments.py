@@ -31,24 +31,24 @@ from autopar.planner.graph.ops import MODEL_EXTREMES, DType, Extent, Op, Ref, Va
 
 
 def convert(
-    value: Expression, wanted: LocalTensor, held: LocalTensor, sizes: ReadableSizes
+    value: Expression, wanted: LocalTensor, local: LocalTensor, sizes: ReadableSizes
 ) -> SourceForm:
     """Return a value converted from its layout to the wanted one."""
-    produced, needed = held.layout, wanted.layout
+    produced, needed = local.layout, wanted.layout
     conversion = CONVERSIONS.get((produced.kind, needed.kind))
     if conversion is None:
         raise InputError(
-            f"{held.tensor} is made in layout {produced} and needed in {needed}",
+            f"{local.tensor} is made in layout {produced} and needed in {needed}",
             expected="a pair of layouts with a conversion between them",
             fix="plan again: this plan is not sound",
         )
     if produced.kind is LayoutKind.SPLIT and needed.kind is LayoutKind.SPLIT:
-        return _exchange(value, wanted, held, sizes, conversion.function)
+        return _exchange(value, wanted, local, sizes, conversion.function)
     layout = produced if produced.kind is LayoutKind.SPLIT else needed
     if layout.kind is not LayoutKind.SPLIT:
         return call(conversion.function, value, sizes.axis)
     dim = text(str(layout.dim))
-    cut = sizes.split.axes.dims[held.tensor][layout.dim], layout.axis
+    cut = sizes.split.axes.dims[local.tensor][layout.dim], layout.axis
     if sizes.may_omit_parts(*cut, is_whole=needed.kind is LayoutKind.SPLIT):
         return call(conversion.function, value, dim, sizes.axis)
     keywords = (("parts", sizes.listed(*cut)),)
@@ -70,12 +70,12 @@ def convert_own(own: Expression, tensor: str, need: Layout, sizes: ReadableSizes
 
 
 def _exchange(
-    value: Expression, wanted: LocalTensor, held: LocalTensor, sizes: ReadableSizes, name: str
+    value: Expression, wanted: LocalTensor, local: LocalTensor, sizes: ReadableSizes, name: str
 ) -> SourceForm:
-    gathered, cut = held.layout, wanted.layout
+    gathered, cut = local.layout, wanted.layout
     keywords: list[tuple[str, Expression]] = []
     for key, layout in (("gather_parts", gathered), ("split_parts", cut)):
-        parts = sizes.split.axes.dims[held.tensor][layout.dim], layout.axis
+        parts = sizes.split.axes.dims[local.tensor][layout.dim], layout.axis
         if not sizes.may_omit_parts(*parts, is_whole=key == "split_parts"):
             keywords.append((key, sizes.listed(*parts)))
     dims = text(str(gathered.dim)), text(str(cut.dim))
@@ -97,21 +97,21 @@ def _used_along(users: Sequence[Op], split: SplitGraph) -> str:
     return ""
 
 
-def reason(held: LocalTensor, wanted: LocalTensor, users: Sequence[Op], split: SplitGraph) -> str:
+def reason(local: LocalTensor, wanted: LocalTensor, users: Sequence[Op], split: SplitGraph) -> str:
     """Return why a value is converted, with names of the model's axes."""
-    maker = split.graph.index.made_by.get(held.tensor)
+    maker = split.graph.index.made_by.get(local.tensor)
     made_along = split.split_axis_name(maker) if maker is not None else ""
     used_along = _used_along(users, split)
-    source, target = split.axis_name(held.layout), split.axis_name(wanted.layout)
+    source, target = split.axis_name(local.layout), split.axis_name(wanted.layout)
     sums = f"partial sums over {made_along}" if made_along else "partial sums"
     use = f"ranks share the work along {used_along}" if used_along else "every rank uses all of it"
-    match held.layout.kind, wanted.layout.kind:
+    match local.layout.kind, wanted.layout.kind:
         case LayoutKind.PARTIAL, LayoutKind.SPLIT:
             return f"{sums}, added up into shards of {target}"
         case LayoutKind.PARTIAL, _:
             return f"{sums}, added up"
         case LayoutKind.SPLIT, LayoutKind.SPLIT if source == target:
-            dims = held.layout.dim, wanted.layout.dim
+            dims = local.layout.dim, wanted.layout.dim
             return f"from shards of {source} along dim {dims[0]} to those along dim {dims[1]}"
         case LayoutKind.SPLIT, LayoutKind.SPLIT:
             return f"from shards of {source} to shards of {target}"

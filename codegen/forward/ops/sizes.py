@@ -137,7 +137,7 @@ def product(factors: Sequence[Expression]) -> Expression:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class SizeToPrint:
     """A size to print: the meaning of the dim, and the axis along which it is local ("": whole).
 
     `other` is the whole size in the second trace, whose inputs have other lengths.
@@ -158,16 +158,16 @@ class Wanted:
         return not self.extent.is_constant or self.other != self.extent
 
 
-def size_along(split: SplitGraph, dim: Dim, axis: str) -> Wanted:
+def size_along(split: SplitGraph, dim: Dim, axis: str) -> SizeToPrint:
     """Return the local size of a dim along an axis; no tensor needs to have this dim."""
-    return Wanted(dim, axis, size_of(split.lengths.dim(dim)))
+    return SizeToPrint(dim, axis, size_of(split.lengths.dim(dim)))
 
 
-def wanted(split: SplitGraph, tensor: str, layout: Layout) -> tuple[Wanted, ...]:
+def wanted(split: SplitGraph, tensor: str, layout: Layout) -> tuple[SizeToPrint, ...]:
     """Return the sizes of a tensor in a layout."""
     others = split.lengths.shape(tensor)
     return tuple(
-        Wanted(dim, layout.axis if layout.axis and layout.dim == position else "", other)
+        SizeToPrint(dim, layout.axis if layout.axis and layout.dim == position else "", other)
         for position, (dim, other) in enumerate(zip(split.axes.dims[tensor], others, strict=True))
     )
 
@@ -182,27 +182,27 @@ class ReadableSizes:
         self.sources: list[LocalTensor] = []  # values whose shapes are preferred
         self.known: set[Dim] = set()  # the dims of arguments
 
-    def add(self, held: LocalTensor) -> None:
+    def add(self, local: LocalTensor) -> None:
         """Make a value available from here on."""
-        if held not in self.seen and held.tensor in self.split.axes.dims:
-            self.seen.append(held)
+        if local not in self.seen and local.tensor in self.split.axes.dims:
+            self.seen.append(local)
 
-    def add_argument(self, held: LocalTensor) -> None:
+    def add_argument(self, local: LocalTensor) -> None:
         """Make an argument available; its shape is preferred."""
-        self.add(held)
-        self.sources.append(held)
-        self.known |= set(self.split.axes.dims.get(held.tensor, ()))
+        self.add(local)
+        self.sources.append(local)
+        self.known |= set(self.split.axes.dims.get(local.tensor, ()))
 
-    def add_converted(self, held: LocalTensor) -> None:
+    def add_converted(self, local: LocalTensor) -> None:
         """Make a converted value available.
 
         It may have whole dims of which arguments have shards.
         """
-        self.add(held)
-        self.sources.append(held)
+        self.add(local)
+        self.sources.append(local)
 
     def of_all(
-        self, sizes: Sequence[Wanted | None], *, near: LocalTensor | None = None
+        self, sizes: Sequence[SizeToPrint | None], *, near: LocalTensor | None = None
     ) -> list[Expression | None]:
         """Return each size as read from shapes, from as few values as possible.
 
@@ -210,41 +210,42 @@ class ReadableSizes:
         depend on the batch are also read from any other value, and lengths from any dim that
         always has the same length.
         """
-        best: dict[Wanted, Fact] = {}
+        best: dict[SizeToPrint, Fact] = {}
         todo = [size for size in sizes if size is not None and size.extent != ONE]
         usual = [size for size in todo if size.dim in self.known]
-        ranked = sorted(self.sources, key=lambda held: self._rank(held, usual))  # stable: earliest
-        for held in ranked:
-            for size, fact in self._read(held, usual).items():
+        # of equal values, the earliest comes first
+        ranked = sorted(self.sources, key=lambda local: self._rank(local, usual))
+        for local in ranked:
+            for size, fact in self._read(local, usual).items():
                 best.setdefault(size, fact)
         if near is not None:
             best = self._read(near, todo) | best
         varying = [size for size in todo if size.varies]
-        for held in self.seen:
-            for size, fact in self._read(held, varying).items():
+        for local in self.seen:
+            for size, fact in self._read(local, varying).items():
                 best.setdefault(size, fact)
         return [None if size is None else best.get(size) or self._made(size) for size in sizes]
 
-    def _made(self, size: Wanted) -> Expression | None:
+    def _made(self, size: SizeToPrint) -> Expression | None:
         """Return a size computed from other sizes, if these can be read."""
         found = self._product(size)
         if found is None and size.varies and size.extent.is_constant and not size.axis:
             return self._from_lengths(size.extent.at(0), size.other.at(0))
         return found
 
-    def _rank(self, held: LocalTensor, sizes: Sequence[Wanted]) -> tuple[int, bool]:
+    def _rank(self, local: LocalTensor, sizes: Sequence[SizeToPrint]) -> tuple[int, bool]:
         """Return a sort key: values with the most of `sizes` first, of equals those that vary."""
-        told = self._read(held, sizes)
-        return -len(told), all(size.extent.is_constant for size in told)
+        read = self._read(local, sizes)
+        return -len(read), all(size.extent.is_constant for size in read)
 
-    def _read(self, held: LocalTensor, sizes: Sequence[Wanted]) -> dict[Wanted, Fact]:
-        found: dict[Wanted, Fact] = {}
-        for position, size in enumerate(wanted(self.split, held.tensor, held.layout)):
+    def _read(self, local: LocalTensor, sizes: Sequence[SizeToPrint]) -> dict[SizeToPrint, Fact]:
+        found: dict[SizeToPrint, Fact] = {}
+        for position, size in enumerate(wanted(self.split, local.tensor, local.layout)):
             if size in sizes and size not in found:
-                found[size] = Fact(held, f"shape[{position}]")
+                found[size] = Fact(local, f"shape[{position}]")
         return found
 
-    def _product(self, size: Wanted) -> Expression | None:
+    def _product(self, size: SizeToPrint) -> Expression | None:
         """Return a size as a product of its factors, if they can be read."""
         if size.axis or not isinstance(size.dim, FlattenedDims) or not size.varies:
             return None
@@ -264,9 +265,9 @@ class ReadableSizes:
         other = extent if other is None else other
         if extent.is_constant and extent == other:
             return literal(extent.at(0))
-        for held, place, sizes in self._readable():
+        for local, place, sizes in self._readable():
             if sizes == (extent, other):
-                return Fact(held, f"shape[{place}]")
+                return Fact(local, f"shape[{place}]")
         if extent.is_constant:
             derived = self._from_lengths(extent.at(0), other.at(0))
             return literal(extent.at(0)) if derived is None else derived
@@ -284,21 +285,21 @@ class ReadableSizes:
 
     def _readable(self) -> Iterator[tuple[LocalTensor, int, tuple[Extent, Extent]]]:
         """Yield the whole dims of available values, each with its size and its other size."""
-        for held in (*self.sources, *self.seen):
-            for place, size in enumerate(wanted(self.split, held.tensor, held.layout)):
+        for local in (*self.sources, *self.seen):
+            for place, size in enumerate(wanted(self.split, local.tensor, local.layout)):
                 if not size.axis:
-                    yield held, place, (size.extent, size.other)
+                    yield local, place, (size.extent, size.other)
 
     def _from_lengths(self, here: int, other: int) -> Expression | None:
         """Return a number as arithmetic on available lengths, given two values of it."""
         lengths = {
-            (size.at(0), another.at(0)): Fact(held, f"shape[{place}]")
-            for held, place, (size, another) in reversed([*self._readable()])
+            (size.at(0), another.at(0)): Fact(local, f"shape[{place}]")
+            for local, place, (size, another) in reversed([*self._readable()])
             if size.is_constant and size != another
         }
         return derived((here, other), lengths)
 
-    def local(self, size: Wanted) -> Expression:
+    def local(self, size: SizeToPrint) -> Expression:
         """Return the rank's share of a size, from the degree of the axis."""
         parts = parts_of_dim(size.dim, size.axis)
         if not size.varies and parts.are_even(self.split.degree, self.split.batch):
@@ -351,7 +352,7 @@ class ReadableSizes:
         parts = parts_of_dim(dim, axis)
         return parts.times == ONE and [unit for _, unit in parts.listed] == [ONE]
 
-    def named(self, size: Wanted, numbers: Sequence[tuple[str, int | float]]) -> str | None:
+    def named(self, size: SizeToPrint, numbers: Sequence[tuple[str, int | float]]) -> str | None:
         """Return the module's attribute for a whole size, if name and value agree."""
         if size.axis or size.varies:
             return None
@@ -364,7 +365,7 @@ class ReadableSizes:
         return alike[0] if sole else None
 
 
-def whole_sizes(split: SplitGraph, tensor: str) -> tuple[Wanted, ...]:
+def whole_sizes(split: SplitGraph, tensor: str) -> tuple[SizeToPrint, ...]:
     """Return the sizes that a tensor has as a whole."""
     return wanted(split, tensor, WHOLE)
 

@@ -1,1 +1,1 @@
-"""Reads plan, graph and the user's classes for printing."""
+"""Collects what forwards are printed from: the plan, the graph and the user's classes."""

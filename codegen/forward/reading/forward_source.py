@@ -193,7 +193,7 @@ def pairs(value: Value) -> Iterator[tuple[str, Value]]:
         yield str(key), inner
 
 
-def held(value: Value, place: str) -> Iterator[tuple[str, Value]]:
+def items_of(value: Value, place: str) -> Iterator[tuple[str, Value]]:
     """Yield the items of a container or an object, each with its expression.
 
     `place` is the expression of the value itself.
@@ -210,7 +210,7 @@ def leaves(value: Value, place: str) -> Iterator[tuple[str, Value]]:
     """Yield the nested items of a value, each with its expression."""
     if not isinstance(value, tuple):
         yield place, value
-    for inner, one in held(value, place):
+    for inner, one in items_of(value, place):
         yield from leaves(one, inner)
 
 

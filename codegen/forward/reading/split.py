@@ -30,7 +30,11 @@ class Parts:
     times: Extent
 
     def may_be_omitted(self, degree: int, batch: int, *, is_whole: bool) -> bool:
-        """Whether the runtime can infer the cut: one part, cut evenly, or by elements if whole."""
+        """Whether the runtime can infer the cut.
+
+        It can if a single part is cut evenly, or if its units are single elements and the runtime
+        has the whole dim (`is_whole`).
+        """
         if self.times != ONE or len(self.listed) != 1:
             return False
         return self.are_even(degree, batch) or (is_whole and self.listed[0][1] == ONE)
@@ -177,7 +181,7 @@ class SplitGraph:
         return self.ops[op.name].needs[position] if op.name in self.ops else WHOLE
 
     def made(self, tensor: str) -> Layout:
-        """Return the layout of a tensor as it is made, or held if it is a parameter."""
+        """Return the layout in which an op makes a tensor, or in which ranks store a parameter."""
         return self.gives.get(tensor, WHOLE)
 
     def way(self, op: Op, position: int) -> tuple[Layout, ...]:

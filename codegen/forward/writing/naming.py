@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import chain, count
 
-from autopar.codegen.forward.ops.sizes import Wanted, wanted
+from autopar.codegen.forward.ops.sizes import SizeToPrint, wanted
 from autopar.codegen.forward.reading.split import SplitGraph
 from autopar.codegen.forward.writing.statements import Loop, Statement
 from autopar.codegen.text.expressions import (
@@ -22,7 +22,7 @@ from autopar.codegen.text.expressions import (
     is_identifier,
     pieces,
 )
-from autopar.codegen.text.lines import IMPORTED, Body, Line, held_in
+from autopar.codegen.text.lines import IMPORTED, Body, Line, values_in
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,7 @@ class Shape:
     `same` has the names of sizes that are already named for an earlier value.
     """
 
-    held: LocalTensor
+    value: LocalTensor
     names: tuple[str, ...]
     same: tuple[str, ...]
 
@@ -62,25 +62,25 @@ def shapes_of(
         for piece in pieces(statement.expression)
         if isinstance(piece, Fact) and piece.what.startswith("shape[")
     ]
-    counts = Counter(fact.held for fact in facts)
+    counts = Counter(fact.value for fact in facts)
     taken = {*frame, "self", "x", "q", "k", "v", "y"}
-    sizes: dict[Wanted, str] = {}
-    for held, uses in counts.items():
+    sizes: dict[SizeToPrint, str] = {}
+    for local, uses in counts.items():
         if uses < 2:
             continue
-        used = {fact.what for fact in facts if fact.held == held}
+        used = {fact.what for fact in facts if fact.value == local}
         names, same = [], []
-        for position, size in enumerate(wanted(split, held.tensor, held.layout)):
+        for position, size in enumerate(wanted(split, local.tensor, local.layout)):
             is_used = f"shape[{position}]" in used
             same.append(sizes.get(size, "") if is_used else "")
             is_new = is_used and not same[-1]
-            whose = "local" if held.layout.dim == position else arguments.get(held, "")
+            whose = "local" if local.layout.dim == position else arguments.get(local, "")
             name = _fresh(split.axes.text(size.dim), whose, taken) if is_new else ""
             names.append(name)
             taken.add(name)
             if is_new:
                 sizes[size] = name
-        yield Shape(held=held, names=tuple(names), same=tuple(same))
+        yield Shape(value=local, names=tuple(names), same=tuple(same))
 
 
 def _fresh(axis: str, whose: str, taken: set[str]) -> str:
@@ -110,14 +110,14 @@ class ValueNames:
 
 def values_to_keep(lines: Sequence[Line]) -> frozenset[LocalTensor]:
     """Return the values that should have a name: inputs and outputs of attention, split logits."""
-    operands = {held for line in lines for held in _operands(line.expression, (_ATTENTION,))}
+    operands = {local for line in lines for local in _operands(line.expression, (_ATTENTION,))}
     results = {
-        held
+        local
         for line in lines
         if _is_call_of(line.expression, (_ATTENTION,))
-        for held in held_in(line.results)
+        for local in values_in(line.results)
     }
-    logits = {held for line in lines for held in _first_operands(line.expression, _LOSSES[1:])}
+    logits = {local for line in lines for local in _first_operands(line.expression, _LOSSES[1:])}
     return frozenset(operands | results | logits)
 
 
@@ -146,9 +146,9 @@ class _Namer:
         self.frame |= body.containers
         self.shapes = tuple(shapes_of(statements, split, self.frame, arguments))
         self.given = {
-            held: names
+            local: names
             for line in body.lines
-            for held, names in zip(held_in(line.results), line.names, strict=False)
+            for local, names in zip(values_in(line.results), line.names, strict=False)
         }
         loops = (s.line for s in statements if isinstance(s.line, Loop))
         self.carried = {start: end for loop in loops for start, end in loop.carried}
@@ -165,32 +165,33 @@ class _Namer:
         for number, statement in enumerate(self.statements):
             if isinstance(statement.line, Loop):
                 self._name_carried(number, statement.line)
-            for position, held in enumerate(held_in(statement.results)):
-                if held not in self.names:
-                    self._name(held, statement, number, position)
+            for position, local in enumerate(values_in(statement.results)):
+                if local not in self.names:
+                    self._name(local, statement, number, position)
         return ValueNames(names=self.names, shapes=self.shapes)
 
     def _name_carried(self, number: int, loop: Loop) -> None:
         # A loop's result must not take the name of a value that every iteration reads.
         read = {
-            self.names[p if isinstance(p, LocalTensor) else p.held] for p in pieces(loop.expression)
+            self.names[p if isinstance(p, LocalTensor) else p.value]
+            for p in pieces(loop.expression)
         }
         for start, end in loop.carried:
             name = self.names[start]
             is_free = self.last.get(start, -1) <= number and not hasattr(builtins, name)
             self.names[end] = name if is_free else self._free(number, self._authors(end), read)
 
-    def _name(self, held: LocalTensor, statement: Statement, number: int, position: int) -> None:
-        others = {self.names[h] for h in held_in(statement.results) if h in self.names}
-        wishes = [*self._authors(held), *self._from_readers(held)]
-        wishes += self._followed(held, statement, number, position)
-        self.names[held] = self._free(number, wishes, others)
+    def _name(self, local: LocalTensor, statement: Statement, number: int, position: int) -> None:
+        others = {self.names[h] for h in values_in(statement.results) if h in self.names}
+        wishes = [*self._authors(local), *self._from_readers(local)]
+        wishes += self._followed(local, statement, number, position)
+        self.names[local] = self._free(number, wishes, others)
 
     def _free(self, number: int, wishes: Sequence[str], others: set[str]) -> str:
         busy = {
             name
-            for held, name in self.names.items()
-            if self.last.get(held, -1) > number or name in others
+            for local, name in self.names.items()
+            if self.last.get(local, -1) > number or name in others
         }
         busy |= self.reserved | others | IMPORTED
         wishes = [name for name in wishes if not hasattr(builtins, name)]
@@ -198,17 +199,17 @@ class _Namer:
         numbered = (f"{stem}{i}" for i in count(2))
         return next(name for name in chain(wishes, _USUAL, numbered) if name not in busy)
 
-    def _authors(self, held: LocalTensor) -> Sequence[str]:
+    def _authors(self, local: LocalTensor) -> Sequence[str]:
         """Return the author's names of a value, after the names of its loop's result, if any."""
-        goes_on = (*self.given.get(self.carried[held], ()),) if held in self.carried else ()
-        return (*goes_on, *self.given.get(held, ()))
+        goes_on = (*self.given.get(self.carried[local], ()),) if local in self.carried else ()
+        return (*goes_on, *self.given.get(local, ()))
 
-    def _from_readers(self, held: LocalTensor) -> Sequence[str]:
+    def _from_readers(self, local: LocalTensor) -> Sequence[str]:
         """Return the names of the parameter that takes a value, and of the result made from it."""
-        return [name for name in (self.taken_as.get(held), self.part_of.get(held)) if name]
+        return [name for name in (self.taken_as.get(local), self.part_of.get(local)) if name]
 
     def _followed(
-        self, held: LocalTensor, statement: Statement, number: int, position: int
+        self, local: LocalTensor, statement: Statement, number: int, position: int
     ) -> Sequence[str]:
         """Return the name of the first value that a statement reads, if its result may have it.
 
@@ -223,7 +224,7 @@ class _Namer:
         if isinstance(statement.results, tuple) and statement.line.module is None:
             return [f"{name}{position + 1}"] if len(statement.results) > 1 else [name]
         ends_here = self.last.get(before, -1) <= number
-        is_next = _is_reshaping(statement) or self._are_alike(before, held)
+        is_next = _is_reshaping(statement) or self._are_alike(before, local)
         return [name] if ends_here and is_next else []
 
     def _are_alike(self, one: LocalTensor, other: LocalTensor) -> bool:
@@ -232,19 +233,19 @@ class _Namer:
 
     def _find_readers(self) -> None:
         """Find names for values in the code that reads them; the last of several readers counts."""
-        readers = Counter(held for s in self.statements for held in _read(s))
+        readers = Counter(local for s in self.statements for local in _read(s))
         for statement in reversed(self.statements):
             attended = _operands(statement.expression, (_ATTENTION,))
             scored = _first_operands(statement.expression, _LOSSES)
             taken = [*zip("qkv", attended, strict=False), *(("logits", one) for one in scored)]
-            for name, held in (*taken, *self._passed(statement)):
-                self.taken_as.setdefault(held, name)
-            made = list(held_in(statement.results))
+            for name, local in (*taken, *self._passed(statement)):
+                self.taken_as.setdefault(local, name)
+            made = list(values_in(statement.results))
             if len(made) == 1:
                 names = [*self._authors(made[0]), *self._from_readers(made[0])]
-                for held in _read(statement):
-                    if names and readers[held] == 1:
-                        self.part_of[held] = names[0]
+                for local in _read(statement):
+                    if names and readers[local] == 1:
+                        self.part_of[local] = names[0]
 
     def _passed(self, statement: Statement) -> Iterator[tuple[str, LocalTensor]]:
         """Yield the values passed to modules, with the modules' parameter names."""
@@ -259,27 +260,27 @@ class _Namer:
                 names_inside = self.unpacks.get(name, ())
                 if isinstance(value, SourceForm) and len(parts) == len(names_inside):
                     yield from (
-                        (one, held) for one, held in zip(names_inside, parts, strict=True) if one
+                        (one, local) for one, local in zip(names_inside, parts, strict=True) if one
                     )
 
     def _last_uses(self) -> dict[LocalTensor, int]:
         bound = {
-            (s.held, f"shape[{i}]") for s in self.shapes for i in range(len(s.names)) if s.name(i)
+            (s.value, f"shape[{i}]") for s in self.shapes for i in range(len(s.names)) if s.name(i)
         }
         last: dict[LocalTensor, int] = {}
         for number, statement in enumerate(self.statements):
             for piece in pieces(statement.expression):
                 if isinstance(piece, LocalTensor):
                     last[piece] = number
-                elif (piece.held, piece.what) not in bound:
-                    last[piece.held] = number
+                elif (piece.value, piece.what) not in bound:
+                    last[piece.value] = number
         return last
 
 
 def _read(statement: Statement) -> set[LocalTensor]:
     """Return the values that a statement reads."""
     found = pieces(statement.expression)
-    return {piece if isinstance(piece, LocalTensor) else piece.held for piece in found}
+    return {piece if isinstance(piece, LocalTensor) else piece.value for piece in found}
 
 
 def _is_reshaping(statement: Statement) -> bool:

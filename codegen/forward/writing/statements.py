@@ -22,7 +22,7 @@ from autopar.codegen.text.expressions import (
     replaced,
     text,
 )
-from autopar.codegen.text.lines import Body, Line, Pattern, held_in
+from autopar.codegen.text.lines import Body, Line, Pattern, values_in
 
 _MOST_OPERATIONS = 6  # operations in one statement
 _MOST_UNPACKED = 3  # at most so many results of a module are unpacked if only one is used
@@ -55,12 +55,12 @@ def _live(lines: Sequence[Line]) -> list[Line]:
     needed: set[LocalTensor] = set()
     live: list[Line] = []
     for line in reversed(lines):
-        made = set(held_in(line.results))
+        made = set(values_in(line.results))
         if made and not line.is_ordered and not made & needed:
             continue
         live.append(line)
         for piece in pieces(line.expression):
-            needed.add(piece if isinstance(piece, LocalTensor) else piece.held)
+            needed.add(piece if isinstance(piece, LocalTensor) else piece.value)
     return live[::-1]
 
 
@@ -70,7 +70,7 @@ class _Folder:
         self.kept = kept
         used = [piece for line in lines for piece in pieces(line.expression)]
         self.uses = Counter(piece for piece in used if isinstance(piece, LocalTensor))
-        self.facts = {piece.held for piece in used if isinstance(piece, Fact)}
+        self.facts = {piece.value for piece in used if isinstance(piece, Fact)}
         self.carried = {
             start for line in lines if isinstance(line, Loop) for start, _ in line.carried
         }
@@ -98,7 +98,7 @@ class _Folder:
                     taken[piece] = inner
                     parts += inner.parts
         folded = replaced(
-            expression, lambda held: taken[held].expression if held in taken else None
+            expression, lambda local: taken[local].expression if local in taken else None
         )
         for inner in taken.values():
             del self.done[inner.parts[-1]]
@@ -110,14 +110,14 @@ class _Folder:
             reasons=tuple(dict.fromkeys([*reasons, *([line.reason] if line.reason else [])])),
             parts=(*parts, number),
             lines=(*(one for inner in taken.values() for one in inner.lines), line),
-            folded=tuple(held for piece, s in taken.items() for held in (*s.folded, piece)),
+            folded=tuple(local for piece, s in taken.items() for local in (*s.folded, piece)),
         )
 
-    def _may_fold(self, held: LocalTensor, line: Line, number: int) -> bool:
-        inner = self.made.get(held)
-        if inner is None or held in self.kept or self.uses[held] != 1 or held in self.facts:
+    def _may_fold(self, local: LocalTensor, line: Line, number: int) -> bool:
+        inner = self.made.get(local)
+        if inner is None or local in self.kept or self.uses[local] != 1 or local in self.facts:
             return False
-        if held in self.carried or isinstance(inner.line, Loop) or isinstance(line, Loop):
+        if local in self.carried or isinstance(inner.line, Loop) or isinstance(line, Loop):
             return False
         is_long = inner.line.module is not None and len(inner.line.arguments) > _MOST_ARGUMENTS
         if is_long and line.module is not None:
@@ -143,7 +143,7 @@ def _single(
     """Return a line's expression and its used results; `f(x)[0]` if only one result is used."""
     if line.results is None or isinstance(line, Loop):
         return line.expression, line.results
-    needed = [held for held in held_in(line.results) if uses[held] or held in facts]
+    needed = [local for local in values_in(line.results) if uses[local] or local in facts]
     if not isinstance(line.results, tuple):
         return line.expression, line.results if needed else None
     flat = [item for item in line.results if not isinstance(item, tuple)]
@@ -157,7 +157,7 @@ def _single(
 def _without(pattern: Pattern, needed: set[LocalTensor]) -> Pattern:
     if isinstance(pattern, tuple):
         kept = tuple(_without(item, needed) for item in pattern)
-        return kept if any(list(held_in(item)) for item in kept) else None
+        return kept if any(list(values_in(item)) for item in kept) else None
     return pattern if pattern in needed else None
 
 
@@ -217,7 +217,7 @@ def _run(lines: Sequence[Line]) -> Sequence[Line]:
         found = _carries(lines[length - 1], lines[length])
         if found is None or (carries is not None and found != carries):
             break
-        if _used(lines[length + 1 :]) & (set(held_in(lines[length - 1].results))):
+        if _used(lines[length + 1 :]) & (set(values_in(lines[length - 1].results))):
             break  # later lines need a result that the loop would overwrite
         carries, length = found, length + 1
     return lines[:length]
@@ -269,7 +269,7 @@ def _is_listed(line: Line, modules: Modules) -> bool:
 def _sole_carries(line: Line) -> dict[int, int]:
     """Return what a loop with one iteration carries: the first tensor argument and result."""
     first = next((i for i, (_, v) in enumerate(line.arguments) if isinstance(v, LocalTensor)), None)
-    results = [i for i, held in enumerate(_flat(line.results)) if held is not None]
+    results = [i for i, local in enumerate(_flat(line.results)) if local is not None]
     return {first: results[0]} if first is not None and results else {}
 
 
@@ -295,7 +295,7 @@ def _loop(
     variable = _variable(modules, last.module or "")
     arguments = [(name, value) for name, value in first.arguments]
     kept = _kept(last.results, results | later)
-    names = zip(held_in(last.results), last.names, strict=True)
+    names = zip(values_in(last.results), last.names, strict=True)
     return Loop(
         results=kept,
         expression=call(
@@ -307,7 +307,7 @@ def _loop(
         has_gradient=first.has_gradient,
         is_random=first.is_random,
         hint=first.hint,
-        names=tuple(own for held, own in names if held in held_in(kept)),
+        names=tuple(own for local, own in names if local in values_in(kept)),
         module=first.module,
         arguments=first.arguments,
         header=f"for {variable} in {_container(first, last, owner, slice_text)}:",
@@ -350,7 +350,7 @@ def _variable(modules: Modules, path: str) -> str:
 
 def _flat(pattern: Pattern) -> list[LocalTensor | None]:
     if isinstance(pattern, tuple):
-        return [held for item in pattern for held in _flat(item)]
+        return [local for item in pattern for local in _flat(item)]
     return [pattern]
 
 
@@ -366,7 +366,7 @@ def _kept(pattern: Pattern, wanted: set[LocalTensor]) -> Pattern:
 
 def _used(lines: Iterable[Line]) -> set[LocalTensor]:
     return {
-        piece if isinstance(piece, LocalTensor) else piece.held
+        piece if isinstance(piece, LocalTensor) else piece.value
         for line in lines
         for piece in pieces(line.expression)
     }

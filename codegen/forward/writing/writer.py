@@ -21,7 +21,7 @@ from autopar.codegen.text.expressions import (
     rendered,
     replaced,
 )
-from autopar.codegen.text.lines import WIDTH, Body, Pattern, wrapped
+from autopar.codegen.text.lines import WIDTH, Body, Pattern, values_in, wrapped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,11 +46,11 @@ def written(body: Body, owner: Owner, style: Style) -> list[str]:
     while too_long:
         rounds.append(too_long)
         lines, too_long = _attempt(rolled_body, owner, style, kept.union(*rounds))
-    added = {held for some in rounds for held in some}
-    for held in chain(*rounds[:-1]):  # a name may be unnecessary after an inner value got one
-        shorter, too_long = _attempt(rolled_body, owner, style, kept | added - {held})
+    added = {local for some in rounds for local in some}
+    for local in chain(*rounds[:-1]):  # a name may be unnecessary after an inner value got one
+        shorter, too_long = _attempt(rolled_body, owner, style, kept | added - {local})
         if not too_long:
-            added, lines = added - {held}, shorter
+            added, lines = added - {local}, shorter
     return lines
 
 
@@ -77,22 +77,22 @@ class _Writer:
         self.found, self.named, self.style, self.split = found, names, style, split
         self.has_result = has_result
         self.too_long: list[LocalTensor] = []
-        self.shapes: dict[LocalTensor, Shape] = {shape.held: shape for shape in names.shapes}
+        self.shapes: dict[LocalTensor, Shape] = {shape.value: shape for shape in names.shapes}
         self.known: Mapping[tuple[LocalTensor, str], str] = {
-            (s.held, f"shape[{i}]"): s.name(i)
+            (s.value, f"shape[{i}]"): s.name(i)
             for s in names.shapes
             for i in range(len(s.names))
             if s.name(i)
         }
-        self.made = {held for s in found for held in _held(s.results)}
+        self.made = {local for s in found for local in values_in(s.results)}
 
     def lines(self) -> list[str]:
         """Return all lines with their indentation."""
         indent = self.style.indent
         lines = [
-            " " * indent + shape.text.format(self.named.names[shape.held])
+            " " * indent + shape.text.format(self.named.names[shape.value])
             for shape in self.named.shapes
-            if shape.held not in self.made and any(shape.names)
+            if shape.value not in self.made and any(shape.names)
         ]
         previous = ""
         found = self._returned_at_once() if self.has_result else self.found
@@ -142,9 +142,9 @@ class _Writer:
         source = self._text(expression)
         prefix = f"{target} = " if target else ""
         yield from self._with_comment(prefix + source, statement, indent)
-        for held in _held(statement.results):
-            if held in self.shapes and any(self.shapes[held].names):
-                yield " " * indent + self.shapes[held].text.format(self.named.names[held])
+        for local in values_in(statement.results):
+            if local in self.shapes and any(self.shapes[local].names):
+                yield " " * indent + self.shapes[local].text.format(self.named.names[local])
 
     def _return(self, statement: Statement, indent: int) -> list[str]:
         source = self._text(statement.expression)
@@ -172,16 +172,8 @@ class _Writer:
     def _name(self, piece: LocalTensor | Fact) -> tuple[str, Binding]:
         if isinstance(piece, LocalTensor):
             return self.named.names[piece], Binding.CALL
-        known = self.known.get((piece.held, piece.what))
-        return known or f"{self.named.names[piece.held]}.{piece.what}", Binding.CALL
-
-
-def _held(pattern: Pattern) -> Iterator[LocalTensor]:
-    if isinstance(pattern, LocalTensor):
-        yield pattern
-    elif isinstance(pattern, tuple):
-        for item in pattern:
-            yield from _held(item)
+        known = self.known.get((piece.value, piece.what))
+        return known or f"{self.named.names[piece.value]}.{piece.what}", Binding.CALL
 
 
 def _target(pattern: Pattern, names: Mapping[LocalTensor, str]) -> str:
@@ -198,9 +190,8 @@ def _target(pattern: Pattern, names: Mapping[LocalTensor, str]) -> str:
 
 def _to_be_named(statement: Statement) -> LocalTensor:
     """Return the value to name in a long statement: an operand of its outermost operation."""
-    is_bare = isinstance(
-        statement.line.expression, LocalTensor
-    )  # a return whose whole value is folded into it
+    # a return whose whole value is folded into it
+    is_bare = isinstance(statement.line.expression, LocalTensor)
     inner = statement.folded[:-1] if is_bare and len(statement.folded) > 1 else statement.folded
     return inner[-1]
 

@@ -212,7 +212,7 @@ class LiveMemory:
     def __init__(self) -> None:
         self.host_peak_bytes = self._host_bytes = 0
         self._on_host: dict[int, weakref.ref[UntypedStorage]] = {}
-        self._allocates_there = False
+        self._allocates_on_host = False
         self.peak_bytes = 0
         self.peak_by_category: Counter[str] = Counter()
         self._live: dict[int, _Live] = {}
@@ -225,7 +225,7 @@ class LiveMemory:
         """Count a tensor's storage, if it is new."""
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if self._allocates_there:
+        if self._allocates_on_host:
             self.put_on_host(tensor)
         if key in self._live or key in self._on_host:
             return
@@ -240,11 +240,11 @@ class LiveMemory:
         self._resize(live, storage.nbytes())
 
     @contextmanager
-    def allocating_there(self) -> Iterator[None]:
-        """Count storages that the code inside makes as host memory."""
-        self._allocates_there = True
+    def allocating_on_host(self) -> Iterator[None]:
+        """While the code inside runs, count all storages that it makes as host memory."""
+        self._allocates_on_host = True
         yield
-        self._allocates_there = False
+        self._allocates_on_host = False
 
     def put_on_host(self, tensor: Tensor) -> Tensor:
         """Count a tensor's storage as host memory from now on, and return the tensor."""

@@ -53,7 +53,7 @@ _MODULE = "autopar.codegen.proof.dryrun.rehearsing"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RehearsedRank:
-    """The measured step of a pipeline rank, and its prediction; bytes are the allocator's."""
+    """The measured step of a pipeline rank, and its prediction; bytes as torch reserves them."""
 
     pipeline_rank: int
     seconds: float
@@ -69,7 +69,7 @@ class RehearsedRank:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rehearsal:
-    """The measured ranks, and the step that follows if messages take as long as predicted."""
+    """The measured ranks, and the step computed from them and from predicted messages."""
 
     device: str
     ranks: tuple[RehearsedRank, ...]

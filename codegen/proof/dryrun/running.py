@@ -69,9 +69,8 @@ def dry_run(plan: Plan, folder: Path, *, rank: int) -> DryRun:
     with TemporaryDirectory(prefix="autopar-dryrun-") as name:
         scripts = written(plan, folder, Path(name).resolve(), counts)
         hidden = {PICKED: json.dumps(_picked(plan)), "CUDA_VISIBLE_DEVICES": ""}
-        running = [
-            started(_MODULE, [str(script)], f"{rank}/{ranks}", hidden) for script in scripts
-        ]  # in parallel
+        place = f"{rank}/{ranks}"
+        running = [started(_MODULE, [str(script)], place, hidden) for script in scripts]
         reports = [report_of_process(process, rank) for process in running]
     report, predicted = reports[-1], predicted_memory(plan, rank)
     return DryRun(

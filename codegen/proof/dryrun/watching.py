@@ -105,7 +105,7 @@ _SIZED = {
 
 @contextmanager
 def sizes_of_numbers() -> Iterator[None]:
-    """Give tensors whose sizes depend on data the expected sizes."""
+    """Give the expected sizes to tensors whose sizes depend on data."""
     with patch.dict(fake_impls.op_implementations_dict, _SIZED):
         yield
 
@@ -167,7 +167,7 @@ def _watched_host(memory: LiveMemory) -> Iterator[None]:
     allocated, kept = HostLink.empty, FSDPParam.to_sharded_dtensor
 
     def empty(link: HostLink, elements: int, dtype: torch.dtype) -> Tensor:
-        with memory.allocating_there():
+        with memory.allocating_on_host():
             return allocated(link, elements, dtype)
 
     def to_sharded_dtensor(one: FSDPParam, tensor: Tensor) -> DTensor:

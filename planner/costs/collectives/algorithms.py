@@ -181,10 +181,10 @@ def in_switch_all_reduce_seconds(
 ) -> float:
     """Return the time of an all-reduce in a switch that sums and multicasts.
 
-    T = σ + (1 + 1/n)·S/β. Each rank fetches the sum of one n-th part from the switch, so each sends
-    all of its S to the switch. Then it multicasts this sum, which sends S/n more. On 5 to 8 H200
-    the implied rate is constant within 2 %, on 6 to 8 B200 within 1 %. Leaves out the registration
-    of buffers.
+    T = σ + (1 + 1/n)·S/β. The switch sums: each rank sends it all of its S, and fetches the sum of
+    one n-th part. Then each rank sends this sum, S/n, to the switch, which multicasts it. On 5 to 8
+    H200 the implied rate is constant within 2 %, on 6 to 8 B200 within 1 %. Leaves out the
+    registration of buffers.
     """
     if ranks == 1:
         return 0.0

@@ -95,7 +95,7 @@ def _interpolated(points: tuple[tuple[int, float], ...], payload_bytes: float) -
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Priced:
+class PricedAlgorithm:
     """An algorithm for a collective, and its time."""
 
     seconds: float
@@ -104,7 +104,7 @@ class Priced:
 
 
 TREES = frozenset({Topology.TREE, Topology.MESH, Topology.SWITCH})
-FREE = Priced(seconds=0.0, algorithm="nothing", protocol="none")
+FREE = PricedAlgorithm(seconds=0.0, algorithm="nothing", protocol="none")
 
 
 @lru_cache(maxsize=65536)
@@ -132,7 +132,7 @@ def cheapest(
     payload_bytes: float,
     shape: GroupShape,
     constants: CollectiveConstants | None = None,
-) -> Priced:
+) -> PricedAlgorithm:
     """Return the cheapest algorithm that the topology allows; ties go to the first one."""
     if shape.ranks == 1 or not payload_bytes:
         return FREE
@@ -145,7 +145,7 @@ def ways(
     payload_bytes: float,
     shape: GroupShape,
     constants: CollectiveConstants | None = None,
-) -> tuple[Priced, ...]:
+) -> tuple[PricedAlgorithm, ...]:
     """Return every algorithm that the topology allows, with its time."""
     measured = _as_measured(collective, payload_bytes, shape)
     if measured is not None:
@@ -160,14 +160,16 @@ def ways(
     )
 
 
-def _as_measured(collective: Collective, payload_bytes: float, shape: GroupShape) -> Priced | None:
+def _as_measured(
+    collective: Collective, payload_bytes: float, shape: GroupShape
+) -> PricedAlgorithm | None:
     """Return the measured time, or None."""
     measured = _measured(collective, shape)
     if measured is None:
         return None
     known, crossing = measured
     seconds = measured_seconds(known, payload_bytes, shape.ranks, shared=crossing.shared)
-    return Priced(seconds=seconds, algorithm="as measured", protocol="as measured")
+    return PricedAlgorithm(seconds=seconds, algorithm="as measured", protocol="as measured")
 
 
 def _measured(
@@ -187,7 +189,7 @@ def _priced(
     shape: GroupShape,
     protocol: Protocol,
     constants: CollectiveConstants,
-) -> Iterator[Priced]:
+) -> Iterator[PricedAlgorithm]:
     """Yield the times of algorithms with one protocol.
 
     T = base + t + √(ρ·W): t is the formula's time, W is that time without latency. A payload cut
@@ -199,7 +201,7 @@ def _priced(
     wires = _times(collective, payload_bytes, shape, *without_latency(protocol, constants))
     ramp_seconds = constants.chunk_ramp_seconds if protocol.hands_on_chunks else 0.0
     for (algorithm, seconds), (_, wire_seconds) in zip(timed, wires, strict=True):
-        yield Priced(
+        yield PricedAlgorithm(
             seconds=protocol.base_seconds + seconds + math.sqrt(ramp_seconds * wire_seconds),
             algorithm=algorithm,
             protocol=protocol.name,

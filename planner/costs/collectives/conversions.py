@@ -20,7 +20,7 @@ from autopar.planner.cluster.shape import GroupShape
 from autopar.planner.costs.collectives.choice import collective_seconds
 from autopar.planner.costs.kernels.kernels import memory_seconds
 from autopar.planner.costs.kernels.rates import Throughput
-from autopar.planner.graph.layouts import Conversion, Local
+from autopar.planner.graph.layouts import Conversion, LocalAction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,12 +69,16 @@ def conversion_cost(
 
 
 def _seconds(
-    step: Collective | Local, tensor: Converted, degree: int, shape: GroupShape, rates: Throughput
+    step: Collective | LocalAction,
+    tensor: Converted,
+    degree: int,
+    shape: GroupShape,
+    rates: Throughput,
 ) -> tuple[float, float]:
     """Return the seconds of a conversion's forward or backward, and of the collective in it."""
     part = min(tensor.produced_bytes, tensor.needed_bytes)
     whole = max(tensor.produced_bytes, tensor.needed_bytes)
-    if isinstance(step, Local):
+    if isinstance(step, LocalAction):
         return _local_seconds(step, part, whole, rates), 0.0
     if step is Collective.ALL_REDUCE:
         payload = whole
@@ -88,13 +92,13 @@ def _seconds(
     return wire + memory_seconds(2 * payload, rates=rates), wire
 
 
-def _local_seconds(step: Local, part: int, whole: int, rates: Throughput) -> float:
+def _local_seconds(step: LocalAction, part: int, whole: int, rates: Throughput) -> float:
     """Return the seconds to copy a slice, or to pad or mask: these write the whole tensor."""
     moved = {
-        Local.NOTHING: 0,
-        Local.SLICE: 2 * part,
-        Local.PAD: whole + part,
-        Local.MASK: 2 * whole,
+        LocalAction.NOTHING: 0,
+        LocalAction.SLICE: 2 * part,
+        LocalAction.PAD: whole + part,
+        LocalAction.MASK: 2 * whole,
     }[step]
     return memory_seconds(moved, rates=rates) if moved else 0.0
 

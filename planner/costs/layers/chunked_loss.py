@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from autopar.planner.costs.layers.flow import (
     LayerFlow,
     LayerMemory,
-    Place,
+    MemoryPlace,
     PlacedOp,
     learned_elements,
     result_bytes,
@@ -168,7 +168,7 @@ def _more_inside(flow: LayerFlow, loss: PlacedOp) -> float:
 
 
 def chunked_memory(
-    flow: LayerFlow, chunking: Chunking, plain: LayerMemory, everything: Mapping[Place, int]
+    flow: LayerFlow, chunking: Chunking, plain: LayerMemory, everything: Mapping[MemoryPlace, int]
 ) -> LayerMemory:
     """Return the memory if the loss makes the logits in chunks; `plain` is that without chunks.
 

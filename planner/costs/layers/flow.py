@@ -26,11 +26,11 @@ from autopar.planner.rules.table import kind_of, rule_of
 class SharedWeights:
     """The weights that a layer shares with other layers of its rank.
 
-    `held` are used, and counted, by an earlier layer. `waiting` are used by a later layer, and by
-    this layer or an earlier one: the later layer's gradient waits in autograd for theirs.
+    `counted` are counted in an earlier layer that uses them. `waiting` are used by a later layer,
+    and by this layer or an earlier one: the later layer's gradient waits in autograd for theirs.
     """
 
-    held: frozenset[str] = frozenset()
+    counted: frozenset[str] = frozenset()
     waiting: frozenset[str] = frozenset()
 
 
@@ -38,7 +38,7 @@ UNSHARED = SharedWeights()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeldParameters:
+class LayerParameters:
     """A rank's parameters of a layer, before ZeRO divides them."""
 
     elements: int
@@ -53,17 +53,17 @@ class HeldParameters:
 
 def layer_parameters(
     flow: LayerFlow, parameters: Mapping[str, Layout], shared: SharedWeights
-) -> HeldParameters:
+) -> LayerParameters:
     """Return the memory of a layer's parameters, without those counted by an earlier layer."""
     pricer = flow.pricer
     used = dict.fromkeys(name for one in flow.ops for name in one.op.inputs)
-    names = [name for name in used if name in pricer.parameters and name not in shared.held]
+    names = [name for name in used if name in pricer.parameters and name not in shared.counted]
     layouts = {name: parameters.get(name, WHOLE) for name in names}
     elements = {name: pricer.elements(name, layouts[name], flow.degree) for name in names}
     learned = [name for name in names if pricer.parameters[name].trainable]
     trainable = sum(elements[name] for name in learned)
     replicated = [name for name in learned if layouts[name].kind is LayoutKind.REPLICATED]
-    return HeldParameters(
+    return LayerParameters(
         elements=sum(elements.values()),
         trainable=trainable,
         trainable_tensors=len(learned),
@@ -103,21 +103,21 @@ def _waiting_bytes(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Again:
+class Recomputed:
     """The ops and conversions that are recomputed."""
 
     ops: tuple[PlacedOp, ...] = ()
     conversions: tuple[LayerConversion, ...] = ()
 
 
-def run_again(flow: LayerFlow, mode: Recompute) -> Again:
+def run_again(flow: LayerFlow, mode: Recompute) -> Recomputed:
     """Return what runs again in a mode: nothing, the ops between saved ones, or the forward."""
     if not mode.runs_again:
-        return Again()
+        return Recomputed()
     return called_again(flow) if mode.saved_ops is None else _between_saved(flow, mode)
 
 
-def called_again(flow: LayerFlow) -> Again:
+def called_again(flow: LayerFlow) -> Recomputed:
     """Return what a full recompute runs: PyTorch stops at the last tensor that the backward needs.
 
     An op saves its operands before it runs. So if the last op that saves anything (such as a
@@ -125,10 +125,10 @@ def called_again(flow: LayerFlow) -> Again:
     a layer to its end, and so does a compiled layer.
     """
     if not flow.pricer.stops_early or flow.ops[0].op.name in flow.pricer.fusion.saved:
-        return Again(ops=flow.ops, conversions=flow.conversions)
+        return Recomputed(ops=flow.ops, conversions=flow.conversions)
     keeping = [place for place, one in enumerate(flow.ops) if one.kept.seen or one.kept.made]
     if not keeping:
-        return Again()
+        return Recomputed()
     last = flow.ops[keeping[-1]]
     keeps_result = last.kept.made or any(name in last.op.outputs for name in last.kept.seen)
     needed = {
@@ -136,13 +136,13 @@ def called_again(flow: LayerFlow) -> Again:
         for one in flow.ops[: keeping[-1] + 1]
         for pair in zip(one.op.inputs, one.layout.needs, strict=True)
     }
-    return Again(
+    return Recomputed(
         ops=flow.ops[: keeping[-1] + bool(keeps_result)],
         conversions=_converted(flow, needed),
     )
 
 
-def _between_saved(flow: LayerFlow, mode: Recompute) -> Again:
+def _between_saved(flow: LayerFlow, mode: Recompute) -> Recomputed:
     """Return the ops that run again: they lead from what the mode saves to what ops keep."""
     needed: set[tuple[str, Layout]] = set()
     for one in flow.ops:
@@ -155,7 +155,7 @@ def _between_saved(flow: LayerFlow, mode: Recompute) -> Again:
         again.append(one)
         needed |= set(zip(one.op.inputs, one.layout.needs, strict=True))
         names.update(one.op.inputs)
-    return Again(ops=tuple(reversed(again)), conversions=_converted(flow, needed))
+    return Recomputed(ops=tuple(reversed(again)), conversions=_converted(flow, needed))
 
 
 def _converted(
@@ -298,7 +298,8 @@ def _uses(placed: tuple[PlacedOp, ...]) -> Iterator[tuple[str, Layout]]:
         yield from zip(one.op.inputs, one.layout.needs, strict=True)
 
 
-Place = tuple[str, str]  # the name of the tensor that owns the memory; the axis of its split, or ""
+# the name of the tensor that owns the memory; the axis of its split, or ""
+MemoryPlace = tuple[str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

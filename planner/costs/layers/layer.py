@@ -18,13 +18,13 @@ from autopar.planner.costs.collectives.conversions import DISPATCHES, Statistics
 from autopar.planner.costs.layers.chunked_loss import Chunking, chunked_memory, chunking_of
 from autopar.planner.costs.layers.flow import (
     UNSHARED,
-    Again,
-    HeldParameters,
     LayerConversion,
     LayerFlow,
     LayerMemory,
-    Place,
+    LayerParameters,
+    MemoryPlace,
     PlacedOp,
+    Recomputed,
     SharedWeights,
     layer_flow,
     layer_parameters,
@@ -69,7 +69,7 @@ def layer_memory(
     return memory
 
 
-def saved_places(flow: LayerFlow, mode: Recompute) -> dict[Place, int]:
+def saved_places(flow: LayerFlow, mode: Recompute) -> dict[MemoryPlace, int]:
     """Return what a layer saves in a mode.
 
     A layer that does not run again saves what its ops keep. One that runs again saves its inputs,
@@ -85,12 +85,12 @@ def saved_places(flow: LayerFlow, mode: Recompute) -> dict[Place, int]:
     return places
 
 
-def kept_places(flow: LayerFlow) -> dict[Place, int]:
+def kept_places(flow: LayerFlow) -> dict[MemoryPlace, int]:
     """Return the places that a layer's ops keep without recomputation, with their bytes."""
     return {place: size for _, place, size in _kept(flow)}
 
 
-def _kept(flow: LayerFlow) -> Iterator[tuple[int, Place, int]]:
+def _kept(flow: LayerFlow) -> Iterator[tuple[int, MemoryPlace, int]]:
     """Yield (index of the op, place, bytes) of everything that ops keep.
 
     The index is −1 if other layers use the memory, too: this layer's backward does not free it.
@@ -129,14 +129,14 @@ def _learning(flow: LayerFlow) -> tuple[int, int]:
     return max(moments, key=lambda one: one[0] + 3 * one[1] // 2, default=(0, 0))
 
 
-def input_places(flow: LayerFlow) -> dict[Place, int]:
+def input_places(flow: LayerFlow) -> dict[MemoryPlace, int]:
     """Return the inputs that a layer saves, and what it makes for several later layers."""
     return _taken_over(flow) | _lent(flow)
 
 
-def _taken_over(flow: LayerFlow) -> dict[Place, int]:
+def _taken_over(flow: LayerFlow) -> dict[MemoryPlace, int]:
     """Return the tensors of earlier layers that this layer uses and counts."""
-    places: dict[Place, int] = {}
+    places: dict[MemoryPlace, int] = {}
     for one in flow.ops:
         for name in one.op.inputs:
             root = flow.pricer.memory.root(name)
@@ -146,9 +146,9 @@ def _taken_over(flow: LayerFlow) -> dict[Place, int]:
     return places
 
 
-def _lent(flow: LayerFlow) -> dict[Place, int]:
+def _lent(flow: LayerFlow) -> dict[MemoryPlace, int]:
     """Return what this layer makes and several later layers use, such as an encoder's output."""
-    places: dict[Place, int] = {}
+    places: dict[MemoryPlace, int] = {}
     for one in flow.ops:
         for name in one.op.outputs:
             root = flow.pricer.memory.root(name)
@@ -158,18 +158,20 @@ def _lent(flow: LayerFlow) -> dict[Place, int]:
     return places
 
 
-def _own_places(one: PlacedOp) -> dict[Place, int]:
+def _own_places(one: PlacedOp) -> dict[MemoryPlace, int]:
     own = one.kept.own_bytes(one.split)
     return {(f"{one.op.name}:made", ""): own} if own else {}
 
 
-def _places(flow: LayerFlow, one: PlacedOp, names: tuple[str, ...]) -> Iterator[tuple[Place, int]]:
+def _places(
+    flow: LayerFlow, one: PlacedOp, names: tuple[str, ...]
+) -> Iterator[tuple[MemoryPlace, int]]:
     for name in names:
         layout = one.layout_of(name)
         yield _place(flow.pricer.memory.root(name), layout), _bytes(flow, name, layout)
 
 
-def _place(root: str, layout: Layout) -> Place:
+def _place(root: str, layout: Layout) -> MemoryPlace:
     return root, layout.axis if layout.kind is LayoutKind.SPLIT else ""
 
 
@@ -203,10 +205,10 @@ def layer_costs(
     )
     chunking = chunking_of(flow)
     memory = layer_memory(flow, chunking)
-    held = layer_parameters(flow, parameters, shared)
+    own = layer_parameters(flow, parameters, shared)
     output_bytes = _output_bytes(flow, outside)
     costs = {
-        mode: _cost(flow, mode, memory[mode], held, output_bytes=output_bytes) for mode in Recompute
+        mode: _cost(flow, mode, memory[mode], own, output_bytes=output_bytes) for mode in Recompute
     }
     if chunking is not None:
         more = _chunking_seconds(flow, chunking)
@@ -225,13 +227,13 @@ def _cost(
     flow: LayerFlow,
     mode: Recompute,
     memory: LayerMemory,
-    held: HeldParameters,
+    own: LayerParameters,
     *,
     output_bytes: int,
 ) -> LayerCost:
     again = run_again(flow, mode)
     recompute = _forward(flow, again) if mode.runs_again else 0.0
-    whole, host = Again(ops=flow.ops, conversions=flow.conversions), flow.pricer.host
+    whole, host = Recomputed(ops=flow.ops, conversions=flow.conversions), flow.pricer.host
     return LayerCost(
         forward_seconds=_forward(flow, whole),
         backward_seconds=_backward(flow) + recompute,
@@ -244,16 +246,16 @@ def _cost(
         transient_bytes=memory.transient_bytes,
         learning_bytes=memory.learning_bytes,
         learned_gradient_bytes=memory.learned_gradient_bytes,
-        waiting_gradient_bytes=held.waiting_gradient_bytes,
+        waiting_gradient_bytes=own.waiting_gradient_bytes,
         deferred_bytes=memory.deferred_bytes,
         output_bytes=output_bytes,
-        parameters=held.elements,
-        trainable=held.trainable,
-        trainable_tensors=held.trainable_tensors,
-        parameter_bytes=held.parameter_bytes,
-        gradient_bytes=held.gradient_bytes,
-        optimizer_bytes=held.optimizer_bytes,
-        replicated_gradient_bytes=held.replicated_gradient_bytes,
+        parameters=own.elements,
+        trainable=own.trainable,
+        trainable_tensors=own.trainable_tensors,
+        parameter_bytes=own.parameter_bytes,
+        gradient_bytes=own.gradient_bytes,
+        optimizer_bytes=own.optimizer_bytes,
+        replicated_gradient_bytes=own.replicated_gradient_bytes,
         measured_seconds=_measured(flow, again.ops),
         statistics=Statistics(
             norms=tuple(_channels(flow, flow.ops)),
@@ -270,16 +272,16 @@ def _channels(flow: LayerFlow, ops: Iterable[PlacedOp]) -> Iterator[int]:
             yield flow.pricer.shapes(one.op, one.split).shape(one.op.inputs[0])[1]
 
 
-def _forward(flow: LayerFlow, run: Again) -> float:
+def _forward(flow: LayerFlow, run: Recomputed) -> float:
     """Return the seconds of a forward: the device's, or the host's if that takes longer."""
     return flow.pricer.host.forward_region_seconds(_device_forward(run), _dispatches(run))
 
 
-def _dispatches(run: Again) -> int:
+def _dispatches(run: Recomputed) -> int:
     return sum(one.launches[0] for one in run.ops) + DISPATCHES * len(run.conversions)
 
 
-def _device_forward(run: Again) -> float:
+def _device_forward(run: Recomputed) -> float:
     return sum(one.cost.forward_seconds + one.inside_seconds for one in run.ops) + sum(
         conversion.cost.forward_seconds for conversion in run.conversions
     )

@@ -1,1 +1,1 @@
-"""Turns the ops of a graph into seconds and bytes: the formulas applied to what an op is."""
+"""Turns the ops of a graph into seconds and bytes, with a formula for each kind of op."""

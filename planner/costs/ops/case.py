@@ -30,7 +30,7 @@ from autopar.planner.rules.table import rule_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpSplit:
-    """A split of an op along an axis: what one of its letters stands for, or a factor of that.
+    """A split of an op along an axis; the letter stands for the axis alone, or with other axes.
 
     Each rank has ⌈size ÷ degree⌉ positions of the axis.
     """
@@ -129,7 +129,7 @@ class LocalShapes:
 
 
 def _expected_letters(op: Op, graph: Graph, signature: Signature) -> dict[str, float]:
-    """Map the letters of dims that have only rows selected by a mask to the expected share of rows.
+    """Return the expected share of rows of each letter whose dims have only rows from a mask.
 
     A letter is left out if it also names a dim with all rows in one of the op's tensors.
     """

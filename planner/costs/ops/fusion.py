@@ -1,4 +1,4 @@
-"""Finds what torch.compile makes of a layer: which ops are one kernel, and what it saves of them.
+"""Finds what torch.compile makes of a layer: which ops share a kernel, and which tensors it saves.
 
 Element-wise ops, norms and reductions between two matrix products become one kernel. A kernel reads
 tensors that other kernels wrote, and writes those that other kernels read. Tensors between its own

@@ -152,7 +152,7 @@ class OpPricer:
 
     @cached_property
     def float8_ops(self) -> Mapping[str, bool]:
-        """The products in float8, and whether each casts its input, as the first in its layer."""
+        """The products in float8, and whether each is the first of its layer to cast its input."""
         if not self.compiles or self.float8 is Float8.NONE:
             return {}
         linears, found = float8_linears(self.graph, self.layers), dict[str, bool]()
@@ -333,10 +333,10 @@ class OpPricer:
         return seconds if self.graph.learns(op) else OpSeconds(forward=seconds.forward)
 
     def _scales(self, op: Op, shapes: LocalShapes) -> Float8:
-        """Return how an op scales its factors for float8.
+        """Return how an op scales its factors for float8; NONE if it does not use float8.
 
-        It does not if the sizes of its shard do not suit, or if its bias is added later, to the sum
-        of all shards' results.
+        Such an op is no float8 product, has a shard of unsuitable sizes, or has a bias that is
+        added later, to the sum of all shards' results.
         """
         if op.name not in self.float8_ops:
             return Float8.NONE

@@ -96,9 +96,9 @@ def _product(case: OpCase, product: MatrixProducts) -> OpSeconds:
 def _padded_seconds(
     case: OpCase, shape: tuple[int, int, int], unaligned: set[int], batch: int, size: int
 ) -> float:
-    """Return the seconds of a product with these extents padded to whole 16 bytes.
+    """Return the seconds of a product whose unaligned extents are padded to multiples of 16 bytes.
 
-    Each tensor with such an extent is copied: operands to make them larger, the result to cut it.
+    A tensor with an unaligned extent is copied: an operand to pad it, the result to cut it.
     """
     whole = [-(-one * size // 16) * 16 // size if one in unaligned else one for one in shape]
     rows, columns, depth = whole

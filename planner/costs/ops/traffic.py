@@ -13,7 +13,7 @@ from autopar.planner.rules.rule import Linear, OpKind, Traffic
 from autopar.planner.rules.table import rule_of
 
 
-class Moved(NamedTuple):
+class MovedBytes(NamedTuple):
     """The bytes that a kernel moves, and the share of a streaming kernel's bandwidth it reaches."""
 
     bytes: int
@@ -29,7 +29,7 @@ def traffic_seconds(case: OpCase) -> OpSeconds:
     is_learned = bool(case.op.inputs) and all(
         case.is_weight(name) for name in case.op.inputs if case.needs_gradient(name)
     )
-    forward = _kernel_seconds(case, Moved(forward_bytes(case), _access(case)))
+    forward = _kernel_seconds(case, MovedBytes(forward_bytes(case), _access(case)))
     if not case.needs_gradient(case.result):
         return OpSeconds(forward=forward)
     backward = sum(_kernel_seconds(case, moved) for moved in _backward_kernels(case))
@@ -43,7 +43,7 @@ def forward_bytes(case: OpCase) -> int:
     return moved_bytes(case.op, case.graph, case.bytes)
 
 
-def _kernel_seconds(case: OpCase, moved: Moved) -> float:
+def _kernel_seconds(case: OpCase, moved: MovedBytes) -> float:
     if not moved.bytes:
         return 0.0
     seconds = memory_seconds(moved.bytes, rates=case.memory, access=moved.access)
@@ -103,34 +103,33 @@ def is_permuted(graph: Graph, name: str) -> bool:
     return False
 
 
-def _backward_kernels(case: OpCase) -> Iterator[Moved]:
+def _backward_kernels(case: OpCase) -> Iterator[MovedBytes]:
     """Yield what each kernel of the backward moves.
 
     Most ops have one kernel. An elementwise product has one for each factor that needs a gradient:
     it reads the gradient of the result and the other factors, and writes as many bytes as the
-    result has.
-    A factor that was broadcast has a second kernel, a sum over rows. The gradients of parts are
-    joined, those of `unbind` stacked. If `unbind` reads a permuted tensor, the whole gradient is
-    copied back into the order of the tensor's memory.
+    result has. A factor that was broadcast has a second kernel, a sum over rows. The gradients of
+    parts are joined, those of `unbind` stacked. If `unbind` reads a permuted tensor, the whole
+    gradient is copied back into the order of the tensor's memory.
     """
     access, kind = case.memory.access, case.rule.kind
     if kind is OpKind.MULTIPLICATION:
         yield from _factors(case)
     elif kind in (OpKind.ADDITION, OpKind.SUBTRACTION):
-        yield Moved(backward_bytes(case), access.row_sum)
+        yield MovedBytes(backward_bytes(case), access.row_sum)
     elif kind in (OpKind.PART, OpKind.PARTS) and len(case.op.outputs) > 1:
         permuted = is_permuted(case.graph, case.op.inputs[0])
-        yield Moved(backward_bytes(case), access.strided_join if permuted else 1.0)
+        yield MovedBytes(backward_bytes(case), access.strided_join if permuted else 1.0)
         if permuted and kind is OpKind.PART:
-            yield Moved(backward_bytes(case), access.strided)
+            yield MovedBytes(backward_bytes(case), access.strided)
     elif kind is OpKind.CAST:
         gets_half = _is_narrower_than(case, case.result, case.op.inputs[0])
-        yield Moved(backward_bytes(case), access.casting if gets_half else 1.0)
+        yield MovedBytes(backward_bytes(case), access.casting if gets_half else 1.0)
     else:
-        yield Moved(backward_bytes(case), _access(case))
+        yield MovedBytes(backward_bytes(case), _access(case))
 
 
-def _factors(case: OpCase) -> Iterator[Moved]:
+def _factors(case: OpCase) -> Iterator[MovedBytes]:
     result, access = sum(map(case.bytes, case.op.outputs)), case.memory.access
     size = case.shapes.numel(case.result)
     for place, name in enumerate(case.op.inputs):
@@ -138,9 +137,9 @@ def _factors(case: OpCase) -> Iterator[Moved]:
             others = [*case.op.inputs[:place], *case.op.inputs[place + 1 :]]
             is_broadcast = any(case.shapes.numel(other) < size for other in others)
             moved = result + sum(map(case.bytes, others)) + result
-            yield Moved(moved, access.strided if is_broadcast else 1.0)
+            yield MovedBytes(moved, access.strided if is_broadcast else 1.0)
             if case.shapes.numel(name) < size:
-                yield Moved(result + case.bytes(name), access.row_sum)
+                yield MovedBytes(result + case.bytes(name), access.row_sum)
 
 
 def backward_bytes(case: OpCase) -> int:

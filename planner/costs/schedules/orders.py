@@ -150,7 +150,7 @@ def interleaved_zero_bubble(shape: PipelineShape) -> Schedule:
 def zero_bubble_v(shape: PipelineShape) -> Schedule:
     """Return ZB-V: rank r runs stage r on the way down and stage 2·ranks − 1 − r on the way up.
 
-    With fewer than 2·ranks − 1 microbatches, it is the order for 2·ranks − 1 without those missing.
+    With fewer than 2·ranks − 1 microbatches, it is the order of 2·ranks − 1 without the rest.
     """
     ranks, microbatches = shape.ranks, shape.microbatches
     return tuple(_zero_bubble_v_order(rank, ranks, microbatches) for rank in range(ranks))

@@ -196,7 +196,7 @@ def _needs(
 
 
 def _rows(needs: Numbers, firsts: Numbers, schedule: Schedule) -> Numbers:
-    """Return each action's row: the first after its input's and its rank's previous action's."""
+    """Return each action's row: the first after its input and the action before it on its rank."""
     rows = np.zeros(len(needs), dtype=np.int64)
     has_run = np.zeros(len(needs) + 1, dtype=np.bool_)
     has_run[-1] = True

@@ -166,8 +166,8 @@ Counts = npt.NDArray[np.int64]  # a row for each moment, a column for each stage
 class Moments:
     """The microbatches that a rank holds during each backward, or half of one.
 
-    If the schedule splits backwards, but that of a stage cannot be split, the first half computes
-    all its gradients. Such a stage holds only the `unanswered` microbatches.
+    A schedule may split backwards. If the backward of a stage cannot be split, its first half
+    computes all gradients, so the stage holds only the `unanswered` microbatches.
     """
 
     running: npt.NDArray[np.int64]  # the index of the running stage, among the rank's stages

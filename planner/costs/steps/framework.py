@@ -1,4 +1,4 @@
-"""What frameworks, drivers, sums of gradients and the optimizer add to a step."""
+"""Seconds and bytes that frameworks, gradient sums and the optimizer add to a step."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ class FrameworkConstants:
     process_bytes: int
     margin: float
     host: HostWork
-    host_memory_share: float  # of the raw rate of its memory: what the optimizer reaches
-    host_link_share: float  # of the link's raw rate: what copies to a device reach
+    host_memory_share: float  # the optimizer reaches this share of the memory's raw rate
+    host_link_share: float  # copies to and from a device reach this share of the link's raw rate
     optimizer_element_seconds: float | None = None  # of AdamW on fp32 states, measured
     optimizer_tensor_seconds: float = 0.0  # per parameter tensor, measured
     # ZeRO-1 gathers beside the next forward; printed scripts finish gathering before it
@@ -146,7 +146,7 @@ def gradient_seconds(
     Autograd makes the gradient of a weight in the type of the weight. If a step has m microbatches,
     each of them moves on average, in bytes per element:
 
-        6 ÷ share of a cast  to cast a gradient of 16 bits to fp32, at a share of the bandwidth
+        6 ÷ cast share       to cast a 16-bit gradient to fp32, at that share of the bandwidth
         12 · (m − 1) ÷ m     to add it to the sum: the first microbatch has nothing to add to
         8 ÷ m                to copy the gradient into its bucket, once in a step
 
@@ -273,7 +273,7 @@ def to_host_byte_seconds(
 def from_host_byte_seconds(
     arrangement: Arrangement, constants: FrameworkConstants, host: HostShare
 ) -> float:
-    """Return the seconds to fetch a byte of fully_shard's gathered parameters, which are fp32."""
+    """Return the seconds to fetch a parameter byte of a gather; the host has it in fp32."""
     if not arrangement.shards_on_host:
         return 0.0
     wide = 2 if arrangement.precision.is_half else 1

@@ -29,7 +29,7 @@ from autopar.planner.costs.steps.state import (
 )
 
 
-class Most(NamedTuple):
+class PeakMemory(NamedTuple):
     """The peak of a rank in a backward, besides parameters and states.
 
     `unsharded` are gathered parameters, and gradients that are not reduced yet.
@@ -43,7 +43,7 @@ class Most(NamedTuple):
 
 def most_of_microbatches(
     loads: Sequence[StageLoad], moments: Moments, arrangement: Arrangement
-) -> Most:
+) -> PeakMemory:
     """Return the peak if several microbatches accumulate into gradients.
 
         activations  = Σ saved · microbatches forwarded + results' gradients · microbatches halfway,
@@ -65,7 +65,7 @@ def most_of_microbatches(
     return work._replace(activations=work.activations + int(held[fullest]))
 
 
-def _work(load: StageLoad, arrangement: Arrangement) -> Most:
+def _work(load: StageLoad, arrangement: Arrangement) -> PeakMemory:
     """Return the memory of a backward besides what the stage saved, minus what it has freed.
 
     The layer with the largest need counts as if nothing were freed before it. With ZeRO-0 and 1,
@@ -76,7 +76,7 @@ def _work(load: StageLoad, arrangement: Arrangement) -> Most:
 
     `waiting` are gradients of shared weights that wait, `leaving` those on their way to the host.
     """
-    most, freed, made = Most(0, 0, *_layer_that_needs_most(load, arrangement)), 0, 0
+    most, freed, made = PeakMemory(0, 0, *_layer_that_needs_most(load, arrangement)), 0, 0
     if arrangement.divided.shards_modules:
         return most
     for work in reversed(load.works):
@@ -129,7 +129,7 @@ def _ahead_bytes(work: LayerWork, arrangement: Arrangement) -> int:
     return arrangement.divided.divides_parameters * work.next_parameter_bytes
 
 
-def most_in_one_pass(load: StageLoad, arrangement: Arrangement) -> Most:
+def most_in_one_pass(load: StageLoad, arrangement: Arrangement) -> PeakMemory:
     """Return the peak within the only backward of a step, which starts without gradients.
 
     While layer l runs, later layers have freed what they saved, and left their gradients:
@@ -141,7 +141,7 @@ def most_in_one_pass(load: StageLoad, arrangement: Arrangement) -> Most:
     examined: between them the sums are monotonic.
     """
     held = load.saved_bytes
-    moments: list[Most] = []
+    moments: list[PeakMemory] = []
     for moment in moments_of_one_pass(load.works, arrangement):
         cost = moment.work.cost
         before = held - moment.done * cost.saved_bytes
@@ -162,11 +162,13 @@ class OnePassMoment:
     unsharded_bytes: int  # gathered parameters, and gradients of shared weights that wait
     coming_bytes: int  # its own gradients while computed, besides the part that stays
 
-    def most(self, cost: LayerCost, held_bytes: int) -> tuple[Most, Most]:
+    def most(self, cost: LayerCost, saved_bytes: int) -> tuple[PeakMemory, PeakMemory]:
         """Return the peaks while the layer runs in a mode, given the saved bytes."""
         return (
-            Most(held_bytes, self.made_bytes, cost.transient_bytes, self.unsharded_bytes),
-            _learning(cost, held_bytes, self.after_bytes, self.unsharded_bytes + self.coming_bytes),
+            PeakMemory(saved_bytes, self.made_bytes, cost.transient_bytes, self.unsharded_bytes),
+            _learning(
+                cost, saved_bytes, self.after_bytes, self.unsharded_bytes + self.coming_bytes
+            ),
         )
 
     def needed_bytes(self, cost: LayerCost) -> int:
@@ -245,13 +247,13 @@ def _leaving_bytes(gradient_bytes: int, arrangement: Arrangement) -> int:
     return _beside_buckets(gradient_bytes, arrangement.bucket_bytes, arrangement)
 
 
-def _learning(cost: LayerCost, held_bytes: int, gradients: int, unsharded: int) -> Most:
+def _learning(cost: LayerCost, saved_bytes: int, gradients: int, unsharded: int) -> PeakMemory:
     """Return the peak when a weight's gradient is computed.
 
     A negative `learning_bytes` is memory that has been freed by then.
     """
     freed = min(0, cost.learning_bytes)
-    return Most(held_bytes + freed, gradients, cost.learning_bytes - freed, unsharded)
+    return PeakMemory(saved_bytes + freed, gradients, cost.learning_bytes - freed, unsharded)
 
 
 def memory_of(

@@ -25,7 +25,7 @@ from autopar.planner.precision import Precision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Repeated:
+class RepeatedLayers:
     """Consecutive equal layers, with what the time of their data-axis collectives depends on."""
 
     load: LayerLoad
@@ -66,7 +66,7 @@ class StageLoad:
     replicated_gradient_bytes: int
     deferred_bytes: int
     works: tuple[LayerWork, ...]  # in the order of the layers
-    layers: tuple[Repeated, ...]
+    layers: tuple[RepeatedLayers, ...]
     gradient_seconds: float = 0.0  # of casting and adding up the gradients, part of a backward
 
     @property
@@ -123,7 +123,7 @@ def stage_load(layers: Sequence[LayerCost]) -> StageLoad:
         output_bytes=layers[-1].output_bytes if layers else 0,
         works=tuple(_works(runs)),
         layers=tuple(
-            Repeated(load=_load(cost), statistics=cost.statistics, count=count)
+            RepeatedLayers(load=_load(cost), statistics=cost.statistics, count=count)
             for cost, count in runs
         ),
     )

@@ -51,7 +51,7 @@ from autopar.planner.costs.steps.overlap import (
 )
 from autopar.planner.costs.steps.stage_load import (
     RankGroups,
-    Repeated,
+    RepeatedLayers,
     StageLoad,
     stage_load,
     summed_seconds,
@@ -115,7 +115,7 @@ NOTHING = DataSeconds(
 
 @lru_cache(maxsize=65536)
 def data_seconds(
-    layers: tuple[Repeated, ...], groups: DataGroups, *, microbatches: int
+    layers: tuple[RepeatedLayers, ...], groups: DataGroups, *, microbatches: int
 ) -> DataSeconds:
     """Return what gathers and reductions add to the seconds of a stage."""
     if not layers or (groups.data.ranks == 1 and not groups.to_host_byte_seconds):
@@ -126,7 +126,7 @@ def data_seconds(
     return replace(shared(loads, groups, microbatches), synchronising=sum(waits, NO_WAIT))
 
 
-def _loads(layers: Sequence[Repeated], gradient_share: float) -> tuple[LayerLoad, ...]:
+def _loads(layers: Sequence[RepeatedLayers], gradient_share: float) -> tuple[LayerLoad, ...]:
     """Return the layers one by one, with gradients in the dtype in which they are sent."""
     return tuple(
         load

@@ -11,7 +11,7 @@ from typing import Protocol
 from autopar.planner.costs.prediction import Arrangement
 
 
-class Held(Protocol):
+class ParameterTotals(Protocol):
     """The parameters of a layer or a model on a rank, before ZeRO divides them."""
 
     @property
@@ -31,15 +31,15 @@ class Held(Protocol):
         """Bytes of optimizer states."""
 
 
-def reduced_state_bytes(held: Held, arrangement: Arrangement) -> int:
+def reduced_state_bytes(totals: ParameterTotals, arrangement: Arrangement) -> int:
     """Return parameters, gradients and states on a rank, when all gradients have been reduced."""
-    lasting = _lasting_gradient_bytes(held.gradient_bytes, arrangement)
+    lasting = _lasting_gradient_bytes(totals.gradient_bytes, arrangement)
     stays = not arrangement.offload.has_states
-    reduced = stays * own_part(held.gradient_bytes, arrangement)
-    return layer_state_bytes(held, arrangement) - lasting + max(lasting, reduced)
+    reduced = stays * own_part(totals.gradient_bytes, arrangement)
+    return layer_state_bytes(totals, arrangement) - lasting + max(lasting, reduced)
 
 
-def layer_state_bytes(cost: Held, arrangement: Arrangement) -> int:
+def layer_state_bytes(cost: ParameterTotals, arrangement: Arrangement) -> int:
     """Return the bytes of a layer's parameters, gradients and states on a rank under ZeRO."""
     return (
         _parameter_bytes(cost.parameter_bytes, cost.trainable, arrangement)
@@ -48,7 +48,7 @@ def layer_state_bytes(cost: Held, arrangement: Arrangement) -> int:
     )
 
 
-def host_bytes(held: Held, arrangement: Arrangement) -> int:
+def host_bytes(totals: ParameterTotals, arrangement: Arrangement) -> int:
     """Return what a rank has in the host's memory.
 
         this rank's part of (states + fp32 weights + gradients)
@@ -59,20 +59,22 @@ def host_bytes(held: Held, arrangement: Arrangement) -> int:
     """
     if not arrangement.offload.has_states:
         return 0
-    states = held.optimizer_bytes + held.gradient_bytes
+    states = totals.optimizer_bytes + totals.gradient_bytes
     if arrangement.shards_on_host:
-        states += _sharded_bytes(held.parameter_bytes, held.trainable, arrangement)
+        states += _sharded_bytes(totals.parameter_bytes, totals.trainable, arrangement)
     else:
-        states += held.gradient_bytes * (not arrangement.precision.is_half)
+        states += totals.gradient_bytes * (not arrangement.precision.is_half)
         if arrangement.microbatches > 1:
-            states += min(held.gradient_bytes, _ARRIVING_BYTES * arrangement.optimizer_ranks)
+            states += min(totals.gradient_bytes, _ARRIVING_BYTES * arrangement.optimizer_ranks)
     return _part(states, arrangement.optimizer_ranks, is_divided=True)
 
 
 _ARRIVING_BYTES = 32 * 2**20  # runtime/ranks/transport.py adds gradients in pieces of this size
 
 
-def state_by_category(loads: Sequence[Held], arrangement: Arrangement) -> tuple[int, int, int]:
+def state_by_category(
+    loads: Sequence[ParameterTotals], arrangement: Arrangement
+) -> tuple[int, int, int]:
     """Return parameters, gradients and optimizer states, as ZeRO divides them."""
     return (
         _parameter_bytes(
@@ -126,17 +128,17 @@ def _part(size_bytes: int, ranks: int, is_divided: bool) -> int:
     return -(-size_bytes // ranks) if is_divided else size_bytes
 
 
-def lasting_bytes(loads: Sequence[Held], arrangement: Arrangement) -> int:
-    """Return what stages hold throughout a step: parameters, states, and copies of buckets."""
+def lasting_bytes(loads: Sequence[ParameterTotals], arrangement: Arrangement) -> int:
+    """Return what stages hold throughout a step: their state, and the copy of a bucket."""
     return sum(state_by_category(loads, arrangement)) + sent_bucket_bytes(loads, arrangement)
 
 
-def state_bytes(load: Held, arrangement: Arrangement) -> int:
+def state_bytes(load: ParameterTotals, arrangement: Arrangement) -> int:
     """Return the bytes of a stage's parameters, gradients and states, as ZeRO divides them."""
     return sum(state_by_category([load], arrangement))
 
 
-def sent_bucket_bytes(loads: Sequence[Held], arrangement: Arrangement) -> int:
+def sent_bucket_bytes(loads: Sequence[ParameterTotals], arrangement: Arrangement) -> int:
     """Return the 16-bit copy of a bucket that ZeRO-0 and 1 send."""
     if not arrangement.compressed_gradients or not arrangement.has_buckets:
         return 0

@@ -18,7 +18,7 @@ from autopar.planner.costs.schedules.table import rank_of
 from autopar.planner.costs.steps.stage_load import RankGroups, StageLoad, summed_seconds
 from autopar.planner.costs.steps.stage_price import DataSeconds
 
-_ROUNDING = 1e-12  # of a sum, far smaller than any bubble
+_ROUNDING = 1e-12  # idle times up to this share of the pipeline's time are rounding errors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ class StepTerms:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Busiest:
+class BusiestRank:
     """The times of the rank with the most work in a step."""
 
     compute_seconds: float
@@ -92,13 +92,13 @@ def time_terms(step: StepTerms) -> tuple[TimeTerm, ...]:
     return tuple(TimeTerm(name=n, seconds=s, provenance=p) for n, s, p in rows)
 
 
-def _idle_seconds(step: StepTerms, busiest: Busiest) -> float:
+def _idle_seconds(step: StepTerms, busiest: BusiestRank) -> float:
     """Return the idle time of the pipeline; rounding differences count as 0."""
     rest = step.pipeline_seconds - busiest.seconds
     return rest if rest > _ROUNDING * step.pipeline_seconds else 0.0
 
 
-def busiest_rank(step: StepTerms) -> Busiest:
+def busiest_rank(step: StepTerms) -> BusiestRank:
     """Return the times of the rank with the most work."""
     arrangement = step.arrangement
     stages: list[list[int]] = [[] for _ in range(arrangement.pipeline)]
@@ -107,7 +107,7 @@ def busiest_rank(step: StepTerms) -> Busiest:
     return max((_sums(step, own) for own in stages), key=lambda one: one.seconds)
 
 
-def _sums(step: StepTerms, stages: Sequence[int]) -> Busiest:
+def _sums(step: StepTerms, stages: Sequence[int]) -> BusiestRank:
     microbatches = step.arrangement.microbatches
     loads = [step.loads[stage] for stage in stages]
     data = [step.data[stage] for stage in stages]
@@ -115,7 +115,7 @@ def _sums(step: StepTerms, stages: Sequence[int]) -> Busiest:
     tensor = sum(load.communication_seconds for load in loads)
     everything = sum(load.seconds for load in loads)
     waited = sum(one.forward_wait + one.backward_wait for one in data)
-    return Busiest(
+    return BusiestRank(
         compute_seconds=microbatches * max(0.0, everything - recompute - tensor),
         recompute_seconds=microbatches * recompute,
         tensor_seconds=microbatches * tensor,
@@ -129,7 +129,7 @@ def _sums(step: StepTerms, stages: Sequence[int]) -> Busiest:
     )
 
 
-def _provenance(busiest: Busiest) -> Provenance:
+def _provenance(busiest: BusiestRank) -> Provenance:
     computing = busiest.compute_seconds + busiest.recompute_seconds
     if not busiest.measured_seconds:
         return Provenance.FORMULA
@@ -164,7 +164,7 @@ def communication_terms(
     return tuple(term for term in terms if term.seconds > 0)
 
 
-def _tensor_term(step: StepTerms, busiest: Busiest) -> CommunicationTerm:
+def _tensor_term(step: StepTerms, busiest: BusiestRank) -> CommunicationTerm:
     """Return the term of the layers' own collectives; the plan's layouts determine them."""
     return CommunicationTerm(
         reason="activations split over the tensor axis",
@@ -177,7 +177,7 @@ def _tensor_term(step: StepTerms, busiest: Busiest) -> CommunicationTerm:
     )
 
 
-def _data_terms(step: StepTerms, busiest: Busiest) -> Iterator[CommunicationTerm]:
+def _data_terms(step: StepTerms, busiest: BusiestRank) -> Iterator[CommunicationTerm]:
     """Yield the terms of the data axis; a backward's waits for gathers count as reductions."""
     arrangement = step.arrangement
     own = [step.data[stage] for stage in busiest.stages]
@@ -240,7 +240,9 @@ def _reduction_words(arrangement: Arrangement) -> str:
     return f"gradients summed over the data axis{copied}"
 
 
-def _replicated_term(step: StepTerms, busiest: Busiest, groups: RankGroups) -> CommunicationTerm:
+def _replicated_term(
+    step: StepTerms, busiest: BusiestRank, groups: RankGroups
+) -> CommunicationTerm:
     sizes = [step.loads[stage].replicated_gradient_bytes for stage in busiest.stages]
     seconds = sum(summed_seconds(groups.tensor, size) for size in sizes)
     return CommunicationTerm(
@@ -255,7 +257,7 @@ def _replicated_term(step: StepTerms, busiest: Busiest, groups: RankGroups) -> C
 
 
 def _pipeline_term(
-    step: StepTerms, busiest: Busiest, transfer_wait_seconds: float
+    step: StepTerms, busiest: BusiestRank, transfer_wait_seconds: float
 ) -> CommunicationTerm:
     """Return the tensors that the rank receives: activations, and their gradients."""
     received = [

@@ -160,7 +160,7 @@ _Curves = Sequence[tuple[_Curve, int]]  # each with its number of ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Places:
+class RankCapacities:
     """The most repeated layers that each rank can hold, as a function of their time."""
 
     ranks: tuple[_Curve, ...]
@@ -175,10 +175,10 @@ class Places:
         return total
 
 
-def places(repeated: LayerBlock, room: PipelineRoom) -> Places:
+def rank_capacities(repeated: LayerBlock, room: PipelineRoom) -> RankCapacities:
     """Return how many layers the pipeline's ranks can hold within the memory."""
     known = {rooms: _curve(repeated.modes, rooms, room) for rooms in dict.fromkeys(room.ranks)}
-    return Places(ranks=tuple(known[rooms] for rooms in room.ranks))
+    return RankCapacities(ranks=tuple(known[rooms] for rooms in room.ranks))
 
 
 def _curve(modes: Sequence[Mode], rooms: Sequence[StageRoom], room: PipelineRoom) -> _Curve:

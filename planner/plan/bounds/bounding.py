@@ -2,9 +2,9 @@
 
 The bounds use facts about layouts inside layers: those of one layout solution, or lower limits over
 all of them.
-Unsolved layouts take at least the time of the fastest layouts, or of each op's fastest split. They
-hold, send, update and recompute at least the total of the unsplit layers, divided evenly by the
-tensor ranks.
+A layer in unsolved layouts takes at least the time of its fastest layouts, or, if these are
+unsolved, of its ops in each one's fastest split. It holds, sends, updates and recomputes at least
+what the unsplit layer does, divided evenly by the tensor ranks.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from autopar.planner.costs.steps.state import host_bytes, layer_state_bytes, red
 from autopar.planner.plan.bounds.bottleneck import (
     LayerBlock,
     PipelineRoom,
-    Places,
+    RankCapacities,
     StageRoom,
     block,
     least_bottleneck_seconds,
     least_layer_seconds,
-    places,
+    rank_capacities,
 )
 from autopar.planner.plan.bounds.least import (
     Ladder,
@@ -51,10 +51,10 @@ from autopar.planner.plan.bounds.least import (
     of_any,
     of_least,
 )
-from autopar.planner.plan.bounds.step import Ends, LeastTotals, Pressed, StepBound
+from autopar.planner.plan.bounds.step import Ends, FittingBounds, LeastTotals, StepBound
 from autopar.planner.plan.declared.constraints import Objective
-from autopar.planner.plan.solving.candidate import Questions, inside_of
-from autopar.planner.plan.solving.prices import Inside
+from autopar.planner.plan.solving.candidate import Questions, layer_key
+from autopar.planner.plan.solving.prices import LayerKey
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,12 +147,14 @@ def _totals(plain: Sequence[LayerCost]) -> LeastTotals:
     )
 
 
-Kinds = tuple[Kind, ...]  # distinct kinds of pipeline ranks
+RankKinds = tuple[Kind, ...]  # distinct kinds of pipeline ranks
 Rooms = tuple[tuple[StageRoom, ...], ...]  # of each rank, by stage
 
 _ENDLESS: Rooms = ((StageRoom(in_flight=1, size_bytes=1e30),),)
-_NEVER = Pressed(
-    recompute_seconds=float("inf"), bottleneck_seconds=float("inf"), places=Places(ranks=())
+_NEVER = FittingBounds(
+    recompute_seconds=float("inf"),
+    bottleneck_seconds=float("inf"),
+    capacities=RankCapacities(ranks=()),
 )
 
 
@@ -162,11 +164,11 @@ class Bounds:
     def __init__(self, questions: Questions, objective: Objective) -> None:
         self.questions, self.costing, self.objective = questions, questions.costing, objective
         subject = self.costing.subject
-        self.held = state_of(subject.graph.parameters, self.costing.precision)
+        self.state = state_of(subject.graph.parameters, self.costing.precision)
         self._least: dict[tuple[int, Compile, RowShare], LeastLayers] = {}
-        self._facts: dict[tuple[Inside, Kinds], LayoutFacts] = {}
-        self._of_any: dict[tuple[Inside, Kinds], LayoutFacts] = {}
-        self._of_least: dict[tuple[Inside, Kinds], LayoutFacts] = {}
+        self._facts: dict[tuple[LayerKey, RankKinds], LayoutFacts] = {}
+        self._of_any: dict[tuple[LayerKey, RankKinds], LayoutFacts] = {}
+        self._of_least: dict[tuple[LayerKey, RankKinds], LayoutFacts] = {}
         self._bottlenecks: dict[tuple[LayerBlock, PipelineRoom], float] = {}
 
     def of_point(self, point: Arrangement) -> float:
@@ -249,7 +251,7 @@ class Bounds:
 
     def _pressed(
         self, arrangement: Arrangement, facts: LayoutFacts, shared: LayerBlock, rooms: Rooms | None
-    ) -> Pressed:
+    ) -> FittingBounds:
         """Return the least times of recomputing and of the slowest rank; `rooms` limits memory."""
         again, margin = 0.0, self.questions.constants.margin
         if rooms is not None:
@@ -269,8 +271,10 @@ class Bounds:
         slowest = self._bottleneck(shared, room)
         if max(again, slowest) == float("inf"):
             return _NEVER
-        return Pressed(
-            recompute_seconds=again, bottleneck_seconds=slowest, places=places(shared, room)
+        return FittingBounds(
+            recompute_seconds=again,
+            bottleneck_seconds=slowest,
+            capacities=rank_capacities(shared, room),
         )
 
     def _room(self, arrangement: Arrangement, facts: LayoutFacts, ranks: Rooms) -> PipelineRoom:
@@ -299,7 +303,7 @@ class Bounds:
 
     def least_state(self, arrangement: Arrangement) -> int:
         """Return a tensor rank's bytes of all parameters, gradients and states under ZeRO."""
-        return reduced_state_bytes(self.held, arrangement) // arrangement.tensor
+        return reduced_state_bytes(self.state, arrangement) // arrangement.tensor
 
     def least_memory(self, arrangement: Arrangement) -> int:
         """Return the least memory of an arrangement's fullest rank."""
@@ -308,14 +312,14 @@ class Bounds:
 
     def facts(self, arrangement: Arrangement, solution: int) -> LayoutFacts:
         """Return the facts of one layout solution, each at its minimum over devices."""
-        key = inside_of(arrangement, solution), self.questions.kinds(arrangement)
+        key = layer_key(arrangement, solution), self.questions.kinds(arrangement)
         if key not in self._facts:
             self._facts[key] = facts_of(self._row(*key))
         return self._facts[key]
 
     def of_any(self, arrangement: Arrangement) -> LayoutFacts:
         """Return facts that are lower limits over all layout solutions and devices."""
-        degree, fastest = arrangement.tensor, inside_of(arrangement, 0)
+        degree, fastest = arrangement.tensor, layer_key(arrangement, 0)
         if degree == 1:
             return self.facts(arrangement, 0)
         key = fastest, self.questions.kinds(arrangement)
@@ -327,7 +331,7 @@ class Bounds:
 
     def of_least(self, arrangement: Arrangement) -> LayoutFacts:
         """Return facts that are lower limits over all layouts and devices, before any is solved."""
-        degree, unsplit = arrangement.tensor, replace(inside_of(arrangement, 0), tensor=1)
+        degree, unsplit = arrangement.tensor, replace(layer_key(arrangement, 0), tensor=1)
         if degree == 1:
             return self.facts(arrangement, 0)
         key = replace(unsplit, tensor=degree), self.questions.kinds(arrangement)
@@ -339,7 +343,7 @@ class Bounds:
             self._of_least[key] = facts_of(row)
         return self._of_least[key]
 
-    def _row(self, inside: Inside, kinds: Kinds) -> tuple[Modes, ...]:
+    def _row(self, inside: LayerKey, kinds: RankKinds) -> tuple[Modes, ...]:
         return lightest([self.costing.slowest_rows(inside, own) for own in kinds])
 
 

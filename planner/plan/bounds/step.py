@@ -22,7 +22,7 @@ from autopar.planner.costs.schedules.table import (
 from autopar.planner.costs.steps.bounds import DataBound, Shared, least_step_seconds
 from autopar.planner.costs.steps.framework import FrameworkConstants, update_seconds
 from autopar.planner.costs.steps.stage_load import RankGroups, norm_seconds
-from autopar.planner.plan.bounds.bottleneck import LayerBlock, Places
+from autopar.planner.plan.bounds.bottleneck import LayerBlock, RankCapacities
 
 _HALVINGS = 8  # bisections of the slowest rank's interval
 
@@ -52,12 +52,12 @@ class Ends:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pressed:
-    """The least times within the memory: of recomputing, and of the slowest rank."""
+class FittingBounds:
+    """Bounds of plans that fit: the least seconds of recomputation, and of the slowest rank."""
 
     recompute_seconds: float
     bottleneck_seconds: float
-    places: Places
+    capacities: RankCapacities
 
 
 class StepBound:
@@ -75,7 +75,7 @@ class StepBound:
         self.action_seconds = constants.action_seconds
         self.data = DataBound(arrangement, groups, constants)
 
-    def seconds(self, pressed: Pressed, repeated: LayerBlock) -> float:
+    def seconds(self, pressed: FittingBounds, repeated: LayerBlock) -> float:
         """Return the lower bound over all choices of stages."""
         totals = self.totals
         backward = totals.backward_seconds + pressed.recompute_seconds
@@ -91,7 +91,7 @@ class StepBound:
         """Return the repeated layers, with the time that data parallelism adds to a microbatch.
 
         A stage waits for the longer of computing and collectives. If collectives may take longer,
-        they may hide the time of other layers, so the bound leaves these layers out.
+        they may hide the time of the other layers, which the bound then does not count.
         """
         parameters, gradients = repeated.parameter_bytes, repeated.gradient_bytes
         is_waiting = self._is_waiting(repeated)
@@ -132,7 +132,7 @@ class StepBound:
     def _transfer(self) -> float:
         return self.groups.transfer_seconds(self.totals.least_output_bytes)
 
-    def _computing(self, pressed: Pressed, repeated: LayerBlock) -> float:
+    def _computing(self, pressed: FittingBounds, repeated: LayerBlock) -> float:
         """Return the least time of the pipeline: at least m · T, for the slowest rank.
 
         For 1F1B and GPipe see also `_in_turn`. Other schedules take at least the time of one
@@ -154,7 +154,7 @@ class StepBound:
         filling = self._filling(even, pressed, repeated) if self._is_split_in_turn else 0.0
         return max(least, self._through(pressed, repeated), even + waiting, filling)
 
-    def _through(self, pressed: Pressed, repeated: LayerBlock) -> float:
+    def _through(self, pressed: FittingBounds, repeated: LayerBlock) -> float:
         """Return a microbatch's time through all stages and back.
 
         Nobody waits for the weight gradients of split backwards.
@@ -165,7 +165,7 @@ class StepBound:
             backward -= self.data.gradients(self.totals.gradient_bytes)
         return forward + backward
 
-    def _passes(self, pressed: Pressed, repeated: LayerBlock) -> tuple[float, float]:
+    def _passes(self, pressed: FittingBounds, repeated: LayerBlock) -> tuple[float, float]:
         """Return the seconds of one microbatch's forward and backward in all layers together.
 
         Every stage begins with a different layer. `borders` is the least number of stages that
@@ -193,12 +193,13 @@ class StepBound:
         is_split = SCHEDULES[arrangement.schedule].splits_backward
         return is_split and arrangement.stages_per_rank == 1 and arrangement.pipeline > 1
 
-    def _filling(self, even: float, pressed: Pressed, repeated: LayerBlock) -> float:
+    def _filling(self, even: float, pressed: FittingBounds, repeated: LayerBlock) -> float:
         """Return the bound of zero bubble with one stage per rank, with the time to fill the ranks.
 
-        Before its first backward, rank r computes K_r forwards (min(m, p − r) in ZB-H1). This
-        backward comes after all forwards of a microbatch, and after the input gradients of the
-        ranks behind r. So rank r is idle for
+        f_s and i_s are the seconds of a forward and of input gradients on rank s. Before its first
+        backward, rank r computes K_r forwards (min(m, p − r) in ZB-H1). This backward comes after
+        all forwards of a microbatch, and after the input gradients of the ranks behind r. So rank r
+        is idle for
 
             Σ_s f_s  +  Σ_{s > r} i_s  −  K_r · f_r
 
@@ -222,7 +223,7 @@ class StepBound:
         recomputed = pressed.recompute_seconds / again if again else 0.0
 
         def waiting(slowest: float) -> float:
-            least = pressed.places.least
+            least = pressed.capacities.least
             return least(weights, repeated.count, within_seconds=slowest) + again * least(
                 behind, min(recomputed, repeated.count), within_seconds=slowest
             )

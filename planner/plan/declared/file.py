@@ -179,6 +179,7 @@ _RULES: Mapping[
 }
 
 
+# other names for keys of --pin: the error names the right one
 WORDS: Mapping[str, str] = MappingProxyType(
     {
         "pipeline": "pp",
@@ -188,7 +189,7 @@ WORDS: Mapping[str, str] = MappingProxyType(
         "batch": "microbatch",
         "batch_size": "microbatch",
     }
-)  # other names for keys of --pin: the error names the right one
+)
 
 
 def gathered_constraints(

@@ -322,9 +322,10 @@ def _rows_by_keyword() -> Iterator[tuple[str, DemandSetting]]:
 
 
 BY_KEYWORD: Mapping[str, DemandSetting] = MappingProxyType(dict(_rows_by_keyword()))
+# by their places in a constraints file
 SETTINGS: Mapping[str, DemandSetting] = MappingProxyType(
     {one.place: one for one in (*BY_KEYWORD.values(), *_IN_FILES_ALONE)}
-)  # by their places in a constraints file
+)
 SECTIONS = ("pins", "limits", "choices")
 
 

@@ -38,7 +38,7 @@ from autopar.planner.graph.graph import Graph
 from autopar.planner.model.functions import DATA_READS, sources, state_of
 from autopar.planner.plan.files.graph import GraphDocument, graph_document, graph_of
 from autopar.planner.plan.plan import Model
-from autopar.planner.plan.solving.prices import PricedPlace
+from autopar.planner.plan.solving.prices import StoredPrices
 from autopar.planner.plan.traced import TracedModel
 from autopar.planner.precision import Precision
 from autopar.version import __version__
@@ -110,7 +110,7 @@ class CachedSearch:
 class CachedScript:
     """The script of a plan, and notes to read before running it.
 
-    `lost` are layers that the plan recomputes, but no module call runs: then there is no script.
+    A recomputed layer is `lost` if the script has no module call for it. Then there is no script.
     """
 
     text: str = ""
@@ -122,7 +122,7 @@ _NAMES: Mapping[type[Any], str] = {
     CachedModel: "model",
     CachedLengths: "lengths",
     CachedSearch: "search",
-    PricedPlace: "prices",
+    StoredPrices: "prices",
     CachedScript: "script",
 }
 _ENTRY = re.compile(rf"[0-9a-f]{{40}}\.({'|'.join(_NAMES.values())})\.json")
@@ -174,11 +174,11 @@ class _CacheFile(BaseModel, Generic[_Content]):
 class Cache:
     """A folder of entries; without a folder, nothing is found and nothing is kept.
 
-    `told` is called with a sentence if a model is outdated, unless a .py file has changed.
+    `notify` is called with a sentence if a model is outdated, unless a .py file has changed.
     """
 
     folder: Path | None
-    told: Callable[[str], None] = lambda _: None
+    notify: Callable[[str], None] = lambda _: None
 
     def find(self, kind: type[_Content], key: object) -> _Content | None:
         """Return an entry; None if it is absent, broken, outdated or another user's."""
@@ -195,7 +195,7 @@ class Cache:
             changed = entry.sources.changed() if entry.sources is not None else None
             if changed is not None:
                 if kind is CachedModel and not changed.endswith(".py"):
-                    self.told(f"the model is traced again: {changed} has changed")
+                    self.notify(f"the model is traced again: {changed} has changed")
                 return None
             os.utime(place)  # used now: others are removed first
         except (InputError, ValueError, OSError, RecursionError):
@@ -254,7 +254,7 @@ class Question:
     arguments: tuple[str, ...]
     precision: Precision
     rows: int | None  # of a microbatch, for a model that accepts only one number
-    compiles: bool  # whether it was tried which layers torch.compile can trace
+    compiles: bool  # whether torch.compile was tried on the layers
 
     def find(self, cache: Cache) -> TracedModel | None:
         """Return the traced model from a cache; None if it is not there."""

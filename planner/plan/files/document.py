@@ -23,7 +23,7 @@ from autopar.planner.files import (
     damaged,
     is_written,
     read_given,
-    told,
+    validation_messages,
     write_whole,
 )
 from autopar.planner.graph.layouts import Layout, LayoutKind, OpLayout, ParameterLayout
@@ -54,7 +54,7 @@ class NodeRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitRun:
-    """A number of equal consecutive units: of groups of ranks that a link joins."""
+    """A number of equal consecutive units; a unit is a group of ranks that a link joins."""
 
     count: Degree
     unit: Unit
@@ -263,7 +263,7 @@ _EXPECTED = f"{FILE_NAME} as `autopar plan` writes it"
 
 
 def plan_text(plan: StoredPlan) -> str:
-    """Return the text of plan.json: one line for each field, stage and layout in words."""
+    """Return the text of plan.json; its three outer levels are on separate lines."""
     written = {
         "constraints": tuple(map(declared_document, plan.constraints)),
         "layouts": tuple(map(_class_document, plan.classes, plan.layouts)),
@@ -310,7 +310,7 @@ def parse_plan(source: str, *, where: str) -> StoredPlan:
     try:
         document = _PlanFile.model_validate_json(f'{{"plan":{source}}}').plan
     except ValidationError as error:
-        raise _damaged(told(error), where) from None
+        raise _damaged(validation_messages(error), where) from None
     values = _values(document, PlanDocument)
     try:
         values |= {

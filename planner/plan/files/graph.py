@@ -30,7 +30,6 @@ from autopar.planner.graph.ops import (
     Fields,
     FunctionCall,
     GradientUse,
-    Left,
     Listed,
     Mapped,
     ModuleCall,
@@ -39,6 +38,7 @@ from autopar.planner.graph.ops import (
     OwnGradient,
     Parameter,
     Ref,
+    StateChange,
     Tensor,
     TensorOrigin,
     Value,
@@ -110,7 +110,7 @@ class CallRow(NamedTuple):
     result: JsonValue
     has_unused: bool = False
     is_batch_norm: bool = False
-    left: Left = Left.NOTHING
+    left: StateChange = StateChange.NOTHING
     mode_is_set: bool = False
     spans: tuple[SourceSpan, ...] = ()
 
@@ -243,7 +243,7 @@ def _are_whole(sizes: list[JsonValue]) -> bool:
     return all(isinstance(size, int) and not isinstance(size, bool) for size in sizes)
 
 
-# For each field: the class of its rows, that of its objects, and of a mapping the key's attribute.
+# For each field: the classes of its rows and objects, and the attribute that is a mapping's key.
 _ROWS: Mapping[str, tuple[type[Any], type[Any], str]] = MappingProxyType(
     {
         "ops": (OpRow, Op, ""),

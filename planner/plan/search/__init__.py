@@ -1,1 +1,1 @@
-"""Searches the arrangements, best first, for the plan and its proof, or why there is none."""
+"""Searches the arrangements, best first; returns a plan with its proof, or why there is none."""

@@ -94,27 +94,26 @@ def best_first(
     queue: list[tuple[float, int, Rank, int, SearchNode[Item] | FoundLeaf[Leaf]]] = []
     dive: list[tuple[int, float, Rank, int]] = []
     last: list[tuple[float, Rank, int]] = []
-    nodes: dict[
-        int, tuple[SearchNode[Item], float, int]
-    ] = {}  # waiting nodes, with their lower bounds and depths
+    # waiting nodes, with their lower bounds and depths
+    nodes: dict[int, tuple[SearchNode[Item], float, int]] = {}
     found: list[FoundLeaf[Leaf]] = []
     passed: list[FoundLeaf[Leaf]] = []
     unproved = float("inf")
     numbers = count()
 
     def push(
-        entry: SearchNode[Item] | FoundLeaf[Leaf] | Unproved, floor: float, depth: int
+        entry: SearchNode[Item] | FoundLeaf[Leaf] | Unproved, parent_bound: float, depth: int
     ) -> None:
         nonlocal unproved
         if isinstance(entry, Unproved):
-            unproved = min(unproved, max(entry.bound, floor))
+            unproved = min(unproved, max(entry.bound, parent_bound))
             return
         number = next(numbers)
         if isinstance(entry, FoundLeaf):
             found.append(entry)
             heapq.heappush(queue, (entry.value, 1, entry.rank, number, entry))
             return
-        bound = max(entry.bound, floor)
+        bound = max(entry.bound, parent_bound)
         nodes[number] = entry, bound, depth
         if entry.is_last:
             heapq.heappush(last, (bound, entry.rank, number))

@@ -180,9 +180,9 @@ def choices_of(subject: SearchSubject, cluster: Cluster, constraints: Constraint
 
 
 def _compiles(cluster: Cluster, constraints: Constraints) -> Iterator[Compile]:
-    """Yield what may be compiled: as declared; by default nothing and, on GPUs, layers.
+    """Yield the choices of compilation: the declared one, or else NONE and, on GPUs, LAYERS.
 
-    By default, layers are left out if a pinned recompute mode does not work in compiled layers.
+    LAYERS is left out if a pinned recompute mode does not work in compiled layers.
     """
     if constraints.compile is not None:
         yield constraints.compile
@@ -199,7 +199,7 @@ def may_compile(cluster: Cluster, constraints: Constraints) -> bool:
 
 
 def _offloads(cluster: Cluster, constraints: Constraints) -> tuple[Offload, ...]:
-    """Return what may lie on the host: as declared; by default any of it, on CPUs nothing."""
+    """Return the choices of offload: the declared ones, or else all, but on CPUs only NONE."""
     is_open = constraints.offloads == tuple(Offload)
     is_cpu = any(node.device.is_cpu for node in cluster.nodes)
     return (Offload.NONE,) if is_cpu and is_open else constraints.offloads

@@ -52,7 +52,7 @@ Seconds = Callable[[Device, int], float]  # of a number of rows, forward and bac
 def uneven(
     point: Arrangement, cluster: Cluster, *, global_batch: int, least: int, seconds: Seconds
 ) -> Iterator[Arrangement]:
-    """Yield variants of a point of data ranks alone, with rows that suit its unlike devices.
+    """If a point has only data ranks, yield variants with rows that suit its unlike devices.
 
     `least` is the fewest rows of a microbatch.
     """
@@ -112,12 +112,12 @@ class SearchPoint:
     arrangement: Arrangement
 
 
-class Pressure(IntEnum):
+class BoundKind(IntEnum):
     """How a variant's bound accounts for memory, each sharper and slower than the one before."""
 
-    UNSOLVED = 0  # the least of any layouts, before the fastest are solved
-    OF_ANY = 1  # the least that any layouts need, with the times of the fastest
-    OF_LAYOUTS = 2  # what the solved layouts need
+    UNSOLVED = 0  # the least time and memory of any layouts, before any are solved
+    OF_ANY = 1  # the time of the fastest layouts, and the least memory of any
+    OF_LAYOUTS = 2  # time and memory of the solved layouts
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ class Variant:
 
     arrangement: Arrangement
     thriftier: tuple[Arrangement, ...] = ()
-    pressure: Pressure = Pressure.UNSOLVED
+    bound_kind: BoundKind = BoundKind.UNSOLVED
     effort: int = 0  # how often it was solved with limited effort
 
     @property

@@ -55,8 +55,8 @@ from autopar.planner.plan.search.demands import (
     too_late,
 )
 from autopar.planner.plan.search.points import (
+    BoundKind,
     Points,
-    Pressure,
     SearchItem,
     SearchPoint,
     Variant,
@@ -64,8 +64,8 @@ from autopar.planner.plan.search.points import (
     simplicity,
 )
 from autopar.planner.plan.search.simpler import (
+    BestByComplexity,
     Complexity,
-    Known,
     Simplicity,
     complexity,
     complexity_of,
@@ -178,7 +178,7 @@ class Explorer:
         self.infeasible: set[Arrangement] = set()
         self.programs = 0
         is_exact = self.objective is Objective.MEMORY
-        self._known = Known(tolerance=0.0 if is_exact else constraints.tolerance)
+        self._known = BestByComplexity(tolerance=0.0 if is_exact else constraints.tolerance)
         self._least: dict[tuple[object, ...], float] = {}  # least seconds of each kind of plan
         self._looked_beside = 0  # nodes expanded since the best was proved
         self._is_choosing = False  # whether the fastest is proved, and the simplest is searched for
@@ -265,34 +265,34 @@ class Explorer:
         """Return a point's variants, a variant with a sharper bound, or its solution."""
         if isinstance(item, SearchPoint):
             grouped = families(self.points.variants(item.arrangement))
-            return [one for family in grouped for one in self._bounded(family, Pressure.UNSOLVED)]
-        if item.pressure is not Pressure.OF_LAYOUTS:
-            return self._bounded(item.family, Pressure(item.pressure + 1))
+            return [one for family in grouped for one in self._bounded(family, BoundKind.UNSOLVED)]
+        if item.bound_kind is not BoundKind.OF_LAYOUTS:
+            return self._bounded(item.family, BoundKind(item.bound_kind + 1))
         found = self.solve(item)
         leaves = [one for one in found if isinstance(one, FoundLeaf)]
         if leaves and not recomputes(leaves[0].leaf) and self.objective is not Objective.MEMORY:
             return found
-        left = item.thriftier
-        return [*found, *(node for one in left for node in self._bounded([one], Pressure.OF_ANY))]
+        thriftier = [self._bounded([one], BoundKind.OF_ANY) for one in item.thriftier]
+        return sum(thriftier, found)
 
     def _bounded(
-        self, family: Sequence[Arrangement], pressure: Pressure
+        self, family: Sequence[Arrangement], bound_kind: BoundKind
     ) -> list[SearchNode[SearchItem]]:
         """Return the family's members that memory does not exclude, with their bounds."""
-        if pressure is Pressure.OF_ANY and family[0].tensor == 1:
-            pressure = Pressure.OF_LAYOUTS  # without tensor ranks there is one layout
+        if bound_kind is BoundKind.OF_ANY and family[0].tensor == 1:
+            bound_kind = BoundKind.OF_LAYOUTS  # without tensor ranks there is one layout
         bound_of = {
-            Pressure.UNSOLVED: self.bounds.unsolved,
-            Pressure.OF_ANY: self.bounds.within_memory,
-            Pressure.OF_LAYOUTS: self.bounds.of_variant,
-        }[pressure]
+            BoundKind.UNSOLVED: self.bounds.unsolved,
+            BoundKind.OF_ANY: self.bounds.within_memory,
+            BoundKind.OF_LAYOUTS: self.bounds.of_variant,
+        }[bound_kind]
         bounds = {one: bound_of(one) for one in family}
         possible = [one for one in family if bounds[one] < float("inf")]
         self.infeasible |= set(family) - set(possible)
         if not possible:
             return []
         first, *rest = possible
-        item = Variant(first, tuple(rest), pressure)
+        item = Variant(first, tuple(rest), bound_kind)
         return [SearchNode(bound=min(bounds.values()), rank=simplicity(first), item=item)]
 
     def solve(self, item: Variant) -> list[Entry]:

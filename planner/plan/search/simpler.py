@@ -44,13 +44,13 @@ def complexity_of(candidate: Candidate) -> Complexity:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Known:
+class BestByComplexity:
     """The least seconds of solved plans, by complexity."""
 
     tolerance: float
     seconds: Mapping[Complexity, float] = field(default_factory=dict)
 
-    def with_one(self, of: Complexity, seconds: float) -> Known:
+    def with_one(self, of: Complexity, seconds: float) -> BestByComplexity:
         """Return the record with one more solved plan."""
         least = min(seconds, self.seconds.get(of, float("inf")))
         return replace(self, seconds={**self.seconds, of: least})
@@ -103,9 +103,9 @@ def simplest_leaf(
     numbers = count()
 
     def entry(
-        one: SearchNode[Item] | FoundLeaf[Leaf], floor: float
+        one: SearchNode[Item] | FoundLeaf[Leaf], parent_bound: float
     ) -> Iterator[_Entry[Item, Leaf]]:
-        value = one.value if isinstance(one, FoundLeaf) else max(one.bound, floor)
+        value = one.value if isinstance(one, FoundLeaf) else max(one.bound, parent_bound)
         if value > within:  # asked first, because a complexity may need solved layouts
             return
         of_leaf, below = simplicity.of_leaf, simplicity.below

@@ -283,12 +283,12 @@ def shards_in_vain(arrangement: Arrangement) -> bool:
 
 
 def offloads_in_vain(arrangement: Arrangement, choices: Choices) -> bool:
-    """Whether an arrangement has the optimizer on the host, and is useless or cannot run.
+    """Whether an arrangement is useless or cannot run, because of its offload or ZeRO level.
 
-    Useless, unless the ZeRO level is demanded: several data ranks that do not divide the optimizer
-    (divided, each would step faster and hold less), and ZeRO-2 (ZeRO-3 frees more memory). Neither
-    fully_shard on a single rank nor split backwards can run: hooks send gradients to the host, and
-    the gradients of split backwards pass no hook.
+    Without offload, ZeRO on a single data rank is useless. With it, these are useless, unless the
+    ZeRO level is demanded: several data ranks without ZeRO (with ZeRO each would step faster and
+    hold less), and ZeRO-2 (ZeRO-3 frees more memory). fully_shard over groups of one rank cannot
+    run, nor can split backwards: hooks send gradients to the host, and theirs pass no hook.
     """
     if not arrangement.offload.has_states:
         return arrangement.data == 1 and arrangement.zero.divides_optimizer

@@ -24,7 +24,7 @@ from autopar.planner.costs.steps.stage_load import rank_groups
 from autopar.planner.costs.steps.step import predict
 from autopar.planner.plan.plan import PlannedStage, even_stages
 from autopar.planner.plan.solving.costing import PriceBook
-from autopar.planner.plan.solving.prices import Inside
+from autopar.planner.plan.solving.prices import LayerKey
 from autopar.planner.programs.layouts.choice import LinePrice
 from autopar.planner.programs.solver import NOTHING_SOLVED, SolverReport
 from autopar.planner.programs.stages.choice import EXACT, QUICK, Chooser, Effort, answered
@@ -63,7 +63,7 @@ class Questions:
     ) -> StageQuestion:
         """Return the stage question of an arrangement, in layout solution number `solution`."""
         sizes = self.demands.bucket_bytes
-        inside = inside_of(arrangement, solution, lines)
+        inside = layer_key(arrangement, solution, lines)
         return StageQuestion(
             arrangement=arrangement,
             groups=rank_groups(self.costing.cluster_of(arrangement), arrangement),
@@ -95,9 +95,9 @@ class Questions:
 
     def rows(self, arrangement: Arrangement, solution: int) -> Rows:
         """Return the layers' costs on each pipeline rank, which waits for its slowest device."""
-        return self._rows(arrangement, inside_of(arrangement, solution))
+        return self._rows(arrangement, layer_key(arrangement, solution))
 
-    def _rows(self, arrangement: Arrangement, inside: Inside) -> Rows:
+    def _rows(self, arrangement: Arrangement, inside: LayerKey) -> Rows:
         kinds = self.kinds(arrangement)
         return self._each(arrangement, [self.costing.slowest_rows(inside, own) for own in kinds])
 
@@ -122,9 +122,9 @@ class Questions:
         return tuple(known[own] for own in kinds_of_blocks(*degrees))
 
 
-def inside_of(arrangement: Arrangement, solution: int, lines: LinePrice | None = None) -> Inside:
+def layer_key(arrangement: Arrangement, solution: int, lines: LinePrice | None = None) -> LayerKey:
     """Return everything that layouts and costs inside layers depend on, besides the devices."""
-    return Inside(
+    return LayerKey(
         tensor=arrangement.tensor,
         microbatch=arrangement.microbatch,
         compile=arrangement.compile,
@@ -149,12 +149,12 @@ class Candidate:
     solution: int  # the number of its layouts among `PriceBook.solutions`
     stages: tuple[PlannedStage, ...]
     prediction: Prediction
-    lines: LinePrice | None = None  # see `Inside`
+    lines: LinePrice | None = None  # see `LayerKey`
 
     @property
-    def inside(self) -> Inside:
+    def inside(self) -> LayerKey:
         """Everything that layouts and costs inside its layers depend on."""
-        return inside_of(self.arrangement, self.solution, self.lines)
+        return layer_key(self.arrangement, self.solution, self.lines)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -272,7 +272,7 @@ class ArrangementSolver:
         """Whether all tensor ranks would compute the same, so that fewer devices suffice."""
         if arrangement.tensor == 1 or self.demands.may_waste_ranks:
             return False
-        return self.costing.solution(inside_of(arrangement, solution)).splits_nothing
+        return self.costing.solution(layer_key(arrangement, solution)).splits_nothing
 
     def simplified(self, candidate: Candidate, within_seconds: float) -> Candidate:
         """Return a candidate with even stages and few printed lines, if its step is short enough.

@@ -29,7 +29,7 @@ from autopar.planner.costs.prediction import Arrangement, Compile, Modes
 from autopar.planner.graph.graph import Graph
 from autopar.planner.graph.layouts import OpLayout
 from autopar.planner.layers import Layer, Layers, Residence, residence
-from autopar.planner.plan.solving.prices import Inside, Place, PlacePrices, Prices
+from autopar.planner.plan.solving.prices import LayerKey, LayoutKey, LayoutPrices, Prices
 from autopar.planner.precision import GRADIENT_BYTES, Float8, Precision
 from autopar.planner.programs.layouts.building import LayoutInput
 from autopar.planner.programs.layouts.choice import (
@@ -84,9 +84,9 @@ class PriceBook:
         self._slowest_device = slowest_device(cluster)
         self._fastest: dict[_Layers, LayoutSolution] = {}
         self._fronts: dict[_Layers, tuple[LayoutSolution, ...]] = {}
-        self._simpler: dict[Inside, LayoutSolution] = {}
-        self._places: dict[_Layers, PlacePrices] = {}
-        self._slowest: dict[tuple[Inside, Kind], tuple[Modes, ...]] = {}
+        self._simpler: dict[LayerKey, LayoutSolution] = {}
+        self._by_layers: dict[_Layers, LayoutPrices] = {}
+        self._slowest: dict[tuple[LayerKey, Kind], tuple[Modes, ...]] = {}
 
     def pricer(self, share: RowShare, compile_: Compile) -> OpPricer:
         """Return the pricer for a device and its rows of a microbatch."""
@@ -105,7 +105,7 @@ class PriceBook:
             )
         return pricers[key]
 
-    def _pricer(self, of: Inside | Arrangement) -> OpPricer:
+    def _pricer(self, of: LayerKey | Arrangement) -> OpPricer:
         """Return the pricer of a microbatch on the slowest device."""
         return self.pricer(RowShare(self._slowest_device, of.microbatch), of.compile)
 
@@ -117,7 +117,7 @@ class PriceBook:
         """Return the shape of the groups of the tensor axis."""
         return group_shape(self.cluster, tensor, 1)
 
-    def fastest(self, of: Inside | Arrangement) -> LayoutSolution:
+    def fastest(self, of: LayerKey | Arrangement) -> LayoutSolution:
         """Return the fastest layouts inside the layers, regardless of memory."""
         key = _layers(of)
         if key not in self._fastest:
@@ -127,7 +127,7 @@ class PriceBook:
             self._fastest[key] = known.fastest
         return self._fastest[key]
 
-    def solutions(self, of: Inside | Arrangement) -> tuple[LayoutSolution, ...]:
+    def solutions(self, of: LayerKey | Arrangement) -> tuple[LayoutSolution, ...]:
         """Return layouts that trade time for memory, the fastest first."""
         key = _layers(of)
         if key not in self._fronts:
@@ -137,7 +137,7 @@ class PriceBook:
             self._fronts[key] = known.front
         return self._fronts[key]
 
-    def solution(self, inside: Inside) -> LayoutSolution:
+    def solution(self, inside: LayerKey) -> LayoutSolution:
         """Return one of the solutions, or simpler layouts near it."""
         if inside.lines is not None:
             return self._simpler_solution(inside, inside.lines)
@@ -145,7 +145,7 @@ class PriceBook:
             return self.fastest(inside)
         return self.solutions(inside)[inside.solution]
 
-    def _simpler_solution(self, inside: Inside, price: LinePrice) -> LayoutSolution:
+    def _simpler_solution(self, inside: LayerKey, price: LinePrice) -> LayoutSolution:
         if inside not in self._simpler:
             known = self._at(inside).simpler
             if inside not in known:
@@ -161,11 +161,11 @@ class PriceBook:
         solved = [*(one for front in fronts.values() for one in front), *self._simpler.values()]
         return sum((one.report for one in solved), NOTHING_SOLVED)
 
-    def _at(self, of: Inside | Arrangement) -> PlacePrices:
+    def _at(self, of: LayerKey | Arrangement) -> LayoutPrices:
         """Return the prices for these tensor ranks and rows on the slowest device."""
         key = _layers(of)
-        if key not in self._places:
-            place = Place(
+        if key not in self._by_layers:
+            priced = LayoutKey(
                 tensor=of.tensor,
                 microbatch=of.microbatch,
                 compile=of.compile,
@@ -173,15 +173,15 @@ class PriceBook:
                 device=self._slowest_device,
                 rules=self.rules,
             )
-            self._places[key] = self.prices.at(place)
-        return self._places[key]
+            self._by_layers[key] = self.prices.at(priced)
+        return self._by_layers[key]
 
     @cached_property
     def structure(self) -> Structure:
         """What all layout problems share; built for the first one that is not recalled."""
         return structure_of(self.subject.graph, self.subject.axes, self.subject.layers)
 
-    def _program(self, of: Inside | Arrangement) -> LayoutProgram:
+    def _program(self, of: LayerKey | Arrangement) -> LayoutProgram:
         """Return the program for the cluster's slowest device, which the others wait for."""
         known = self._at(of)
         if known.program is None:
@@ -199,7 +199,7 @@ class PriceBook:
             known.program = LayoutProgram(asked, _BUDGET)
         return known.program
 
-    def rows(self, inside: Inside, share: RowShare) -> tuple[Modes, ...]:
+    def rows(self, inside: LayerKey, share: RowShare) -> tuple[Modes, ...]:
         """Return each layer's cost in each recompute mode; equal layers are one object."""
         solution = self.solution(inside)  # counted as this search's, even if the rows are recalled
         key, known = (inside, share), self._at(inside).rows
@@ -207,7 +207,7 @@ class PriceBook:
             known[key] = self._priced(solution, inside, share)
         return known[key]
 
-    def slowest_rows(self, inside: Inside, kind: Kind) -> tuple[Modes, ...]:
+    def slowest_rows(self, inside: LayerKey, kind: Kind) -> tuple[Modes, ...]:
         """Return each layer's cost for ranks that wait for their slowest device."""
         key = inside, kind
         if key not in self._slowest:
@@ -215,7 +215,7 @@ class PriceBook:
         return self._slowest[key]
 
     def _priced(
-        self, solution: LayoutSolution, inside: Inside, share: RowShare
+        self, solution: LayoutSolution, inside: LayerKey, share: RowShare
     ) -> tuple[Modes, ...]:
         parameters = {one.name: one.layout for one in solution.parameters}
         outside = {one.name: one.layout for one in solution.crossing}
@@ -252,11 +252,11 @@ class PriceBook:
         before = [frozenset[str]().union(*used[:place]) for place in range(len(used))]
         behind = [frozenset[str]().union(*used[place + 1 :]) for place in range(len(used))]
         return tuple(
-            SharedWeights(held=own & earlier, waiting=(own | earlier) & later)
+            SharedWeights(counted=own & earlier, waiting=(own | earlier) & later)
             for own, earlier, later in zip(used, before, behind, strict=True)
         )
 
-    def tied_gradient_bytes(self, inside: Inside) -> int:
+    def tied_gradient_bytes(self, inside: LayerKey) -> int:
         """Return the bytes of the gradients of weights that the first and last layer share."""
         solution = self.solution(inside)
         parameters = {one.name: one.layout for one in solution.parameters}
@@ -279,7 +279,7 @@ class PriceBook:
         return own_layouts(solution.layouts, layer, self.subject.axes, self.structure.slots)
 
 
-def _layers(of: Inside | Arrangement) -> _Layers:
+def _layers(of: LayerKey | Arrangement) -> _Layers:
     return of.tensor, of.microbatch, of.compile
 
 

@@ -1,4 +1,4 @@
-"""Layouts and prices of a model's layers at each place (`Place`), kept for later searches."""
+"""Layouts and prices of a model's layers, by `LayoutKey`; later searches use them again."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from autopar.planner.programs.layouts.rules import LayoutRules
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Inside:
+class LayerKey:
     """Everything that layouts and costs inside layers depend on, besides the devices."""
 
     tensor: int
     microbatch: int
     compile: Compile
     solution: int  # index in the Pareto front of layouts
-    is_one_stage: bool  # so that tied parameters are held once
+    is_one_stage: bool  # then layers that share a parameter are on one rank, which stores it once
     # if given: of the layouts about as good as the solution, those with the fewest printed lines
     lines: LinePrice | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class LayoutKey:
     """Everything that layouts depend on, besides the model; equal machines share their layouts."""
 
     tensor: int
@@ -42,35 +42,35 @@ class Place:
 class PricedRows:
     """The costs of all layers inside some layouts: equal layers share one of `costs`."""
 
-    inside: Inside
+    inside: LayerKey
     share: RowShare
     costs: tuple[Modes, ...]
     numbers: tuple[int, ...]  # each layer's index in `costs`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PricedPlace:
-    """Layouts and prices at one place, as they can be kept on disk."""
+class StoredPrices:
+    """The layouts and prices of one `LayoutKey`, as they are stored on disk."""
 
     fastest: LayoutSolution | None
     front: tuple[LayoutSolution, ...] | None
-    simpler: tuple[tuple[Inside, LayoutSolution], ...]
+    simpler: tuple[tuple[LayerKey, LayoutSolution], ...]
     rows: tuple[PricedRows, ...]
 
 
 @dataclass(slots=True, kw_only=True)
-class PlacePrices:
-    """Layouts and prices at one place so far."""
+class LayoutPrices:
+    """The layouts and prices of one `LayoutKey` so far."""
 
     fastest: LayoutSolution | None = None
     front: tuple[LayoutSolution, ...] | None = None
-    simpler: dict[Inside, LayoutSolution] = field(default_factory=dict)
-    rows: dict[tuple[Inside, RowShare], tuple[Modes, ...]] = field(default_factory=dict)
+    simpler: dict[LayerKey, LayoutSolution] = field(default_factory=dict)
+    rows: dict[tuple[LayerKey, RowShare], tuple[Modes, ...]] = field(default_factory=dict)
     program: LayoutProgram | None = None
 
     @classmethod
-    def of(cls, known: PricedPlace) -> PlacePrices:
-        """Return prices that were kept."""
+    def of(cls, known: StoredPrices) -> LayoutPrices:
+        """Return the prices that were stored."""
         rows = {
             (one.inside, one.share): tuple(one.costs[number] for number in one.numbers)
             for one in known.rows
@@ -78,9 +78,9 @@ class PlacePrices:
         simpler = dict(known.simpler)
         return cls(fastest=known.fastest, front=known.front, simpler=simpler, rows=rows)
 
-    def kept(self) -> PricedPlace:
+    def stored(self) -> StoredPrices:
         """Return the prices in the form for the disk."""
-        return PricedPlace(
+        return StoredPrices(
             fastest=self.fastest,
             front=self.front,
             simpler=tuple(self.simpler.items()),
@@ -100,7 +100,7 @@ class PlacePrices:
         return all(one.is_proved for one in (*first, *(self.front or ()), *self.simpler.values()))
 
 
-def _numbered(inside: Inside, share: RowShare, row: tuple[Modes, ...]) -> PricedRows:
+def _numbered(inside: LayerKey, share: RowShare, row: tuple[Modes, ...]) -> PricedRows:
     numbers = {key: number for number, key in enumerate(dict.fromkeys(map(id, row)))}
     costs = {id(one): one for one in row}
     return PricedRows(
@@ -115,24 +115,25 @@ def _numbered(inside: Inside, share: RowShare, row: tuple[Modes, ...]) -> Priced
 class Prices:
     """Prices and layouts of a model so far, shared with searches on other machines.
 
-    `recall` returns the prices of a place that an earlier process has kept on disk.
+    `recall` returns the prices of a key that an earlier process has stored on disk.
     """
 
-    recall: Callable[[Place], PricedPlace | None] = lambda _: None
+    recall: Callable[[LayoutKey], StoredPrices | None] = lambda _: None
     pricers: dict[tuple[RowShare, Compile], OpPricer] = field(default_factory=dict)
-    places: dict[Place, PlacePrices] = field(default_factory=dict)
-    _recalled: dict[Place, int] = field(default_factory=dict)  # the sizes when they were recalled
+    by_key: dict[LayoutKey, LayoutPrices] = field(default_factory=dict)
+    # the sizes of recalled prices before this process adds more
+    _recalled: dict[LayoutKey, int] = field(default_factory=dict)
 
-    def at(self, place: Place) -> PlacePrices:
-        """Return the prices at a place, to which more are added."""
-        if place not in self.places:
-            known = self.recall(place)
-            found = PlacePrices() if known is None else PlacePrices.of(known)
-            self.places[place], self._recalled[place] = found, found.size
-        return self.places[place]
+    def at(self, key: LayoutKey) -> LayoutPrices:
+        """Return the prices of a key; the caller adds more to them."""
+        if key not in self.by_key:
+            known = self.recall(key)
+            found = LayoutPrices() if known is None else LayoutPrices.of(known)
+            self.by_key[key], self._recalled[key] = found, found.size
+        return self.by_key[key]
 
-    def grown(self) -> Iterator[tuple[Place, PricedPlace]]:
-        """Yield the places with new prices (not recalled ones), if all their layouts are proved."""
-        for place, one in self.places.items():
-            if one.size > self._recalled[place] and one.is_proved:
-                yield place, one.kept()
+    def grown(self) -> Iterator[tuple[LayoutKey, StoredPrices]]:
+        """Yield the keys with new prices (not recalled ones), if all their layouts are proved."""
+        for key, one in self.by_key.items():
+            if one.size > self._recalled[key] and one.is_proved:
+                yield key, one.stored()

@@ -20,7 +20,7 @@ from autopar.planner.costs.schedules.simulation import StageSeconds, Times, simu
 from autopar.planner.costs.schedules.table import SCHEDULES, schedule_of, settled
 from autopar.planner.costs.steps.step import pipeline_shape
 from autopar.planner.errors import InputError
-from autopar.planner.files import Number, Seconds, damaged, read_given, told
+from autopar.planner.files import Number, Seconds, damaged, read_given, validation_messages
 from autopar.planner.plan.plan import StoredPlan
 
 ACTION_WORDS: Mapping[ActionKind, str] = {
@@ -113,7 +113,7 @@ def _term_seconds(plan: StoredPlan, name: str) -> float:
 
 
 def _computed_share(stage: StagePrediction) -> float:
-    """Return the share of a stage's time that is no message of the tensor axis."""
+    """Return the share of a stage's time that is not spent on messages of the tensor axis."""
     whole = stage.forward_seconds + stage.backward_seconds
     return 1 - stage.tensor_seconds / whole if whole else 1.0
 
@@ -175,7 +175,7 @@ _FREES = (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeldBytes:
+class MemoryRecord:
     """The memory of a rank from this time on, until the time of its next record."""
 
     rank: int
@@ -183,7 +183,7 @@ class HeldBytes:
     bytes: int
 
 
-def memory_over_step(plan: StoredPlan, timeline: Timeline) -> Iterator[HeldBytes]:
+def memory_over_step(plan: StoredPlan, timeline: Timeline) -> Iterator[MemoryRecord]:
     """Yield how the memory of each rank grows and shrinks, from its forwards and backwards.
 
     A rank always holds everything but activations. Of its predicted activations it holds a share:
@@ -204,11 +204,11 @@ def memory_over_step(plan: StoredPlan, timeline: Timeline) -> Iterator[HeldBytes
         )
         most = max(count for _, count in counts)
         least = memory.device_bytes - memory.activation_bytes
-        yield HeldBytes(rank=rank, seconds=0.0, bytes=least)
+        yield MemoryRecord(rank=rank, seconds=0.0, bytes=least)
         for seconds, count in counts:
             size = least + memory.activation_bytes * count // most
-            yield HeldBytes(rank=rank, seconds=seconds, bytes=size)
-        yield HeldBytes(rank=rank, seconds=timeline.pipeline_seconds, bytes=least)
+            yield MemoryRecord(rank=rank, seconds=seconds, bytes=size)
+        yield MemoryRecord(rank=rank, seconds=timeline.pipeline_seconds, bytes=least)
 
 
 def backward_of(plan: StoredPlan) -> ActionKind:
@@ -218,7 +218,7 @@ def backward_of(plan: StoredPlan) -> ActionKind:
 
 
 def numbers_of_stages(plan: StoredPlan, rank: int) -> tuple[int, ...]:
-    """Return the stages of a pipeline rank, in the order in which it has them."""
+    """Return the stages of a pipeline rank, in their order in the model."""
     return tuple(number for number, stage in enumerate(plan.stages) if stage.rank == rank)
 
 
@@ -290,7 +290,9 @@ def measured_step(plan: StoredPlan, folder: Path) -> MeasuredStep:
             found = _ProfileRecord.model_validate_json(read_given(path, what="the profile"))
         except ValidationError as error:
             fix = "profile a step again"
-            raise damaged(told(error), what="the profile was", where=str(path), fix=fix) from None
+            raise damaged(
+                validation_messages(error), what="the profile was", where=str(path), fix=fix
+            ) from None
         actions += _measured(plan, found, path)
         kernels += _kernels(path.with_suffix(".trace.json.gz"), found)
     return MeasuredStep(step=int(last.name), actions=tuple(actions), kernels=tuple(kernels))

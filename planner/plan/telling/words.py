@@ -161,7 +161,7 @@ def meaning_notes(plan: Plan) -> tuple[str, ...]:
         parts_apart(plan),
         statistics_apart(plan),
         draws_apart(plan),
-        held_in_half(plan),
+        narrowed_buffers_note(plan),
         gradients_changed(plan),
         evaluates_parts(plan),
         shares_nothing(plan),
@@ -217,8 +217,8 @@ def narrowed_buffers(plan: Plan) -> tuple[Buffer, ...]:
     return tuple(one for one in plan.graph.buffers if one.narrowed and one.dtype == MODEL_DTYPE)
 
 
-def held_in_half(plan: Plan) -> str:
-    """Return which fp32 buffers are held in 16 bits, and the effect, or ""."""
+def narrowed_buffers_note(plan: Plan) -> str:
+    """Return which fp32 buffers the plan stores in 16 bits, and what that changes, or ""."""
     found, precision = narrowed_buffers(plan), plan.arrangement.precision
     if not found:
         return ""
@@ -280,7 +280,7 @@ def rows_meet(met: Op) -> str:
 
 
 def nearly_a_mean(graph: Graph) -> Op | None:
-    """Return the op because of which the loss is only nearly the mean of its parts' losses."""
+    """Return the op that keeps the loss of a batch from being exactly the mean of its parts'."""
     loss = loss_of_parts(graph)
     return loss.op if loss.follows is Follows.NEARLY else None
 

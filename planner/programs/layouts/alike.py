@@ -1,8 +1,8 @@
 """Finds ops at equal positions in layers of several classes, so that they are split alike.
 
-Layers of several classes may differ only a little: some of them have adapters, and nothing is
-trained before the first adapter; or the first layers of a mixture of experts are dense. A script
-prints the code that such layers share only once, if their ops are split alike.
+Layers of different classes may share most of their code. For example, only some layers have
+adapters, the layers before the first adapter have no gradients, or the first layers of a mixture of
+experts are dense. A script prints shared code only once, if the ops in it are split alike.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _Ends = list[tuple[int, _KeyOf]]  # nodes, each with the key of its choices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kinds:
+class SimilarNodes:
     """Finds nodes at equal positions of layer classes, and the choices that split them alike."""
 
     graph: Graph

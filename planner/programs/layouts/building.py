@@ -14,12 +14,12 @@ from autopar.planner.graph.graph import Graph
 from autopar.planner.graph.layouts import REPLICATED, WHOLE, Layout, LayoutKind, OpLayout
 from autopar.planner.graph.ops import Op, TensorOrigin
 from autopar.planner.layers import Layers
-from autopar.planner.programs.layouts.alike import Kinds
+from autopar.planner.programs.layouts.alike import SimilarNodes
 from autopar.planner.programs.layouts.edges import (
     Conversions,
     LayoutPricer,
-    Need,
     Structure,
+    TensorUse,
     structure_of,
 )
 from autopar.planner.programs.layouts.problem import (
@@ -41,7 +41,7 @@ _Held = tuple[int, str, tuple[Layout, ...]]  # node, its tensor, the layout in e
 def keeps_of(
     nodes: Sequence[LayoutNode], pricer: LayoutPricer, memory_bytes: BytesOf
 ) -> Iterator[Keep]:
-    """Yield the tensors that ops of a layer keep for the backward, each with these ops.
+    """Yield the tensors that a layer keeps for the backward, each with the ops that keep it.
 
     Tensors that share memory count once. An op keeps its input in the layout that it needs: after
     a gather, it keeps the gathered copy.
@@ -147,8 +147,8 @@ class _Builder:
         )
 
     def _alike(self, nodes: Sequence[LayoutNode]) -> Iterator[SameChoices]:
-        kinds = Kinds(graph=self.graph, axes=self.axes, layers=self.place.layers)
-        return kinds.alike(nodes)
+        similar = SimilarNodes(graph=self.graph, axes=self.axes, layers=self.place.layers)
+        return similar.alike(nodes)
 
     # --- choices
 
@@ -200,7 +200,7 @@ class _Builder:
         replicated = (REPLICATED,) if any(t.requires_grad for t in outside) else ()
         return (WHOLE, *replicated, *(x for x in wanted if x.kind is LayoutKind.SPLIT))
 
-    def _edge(self, need: Need, layouts: Mapping[str, tuple[Layout, ...]]) -> Edge:
+    def _edge(self, need: TensorUse, layouts: Mapping[str, tuple[Layout, ...]]) -> Edge:
         tensor, _ = self.needs[need]
         return Edge(
             producer=need.producer,
@@ -270,7 +270,11 @@ class _Builder:
         return once * ONCE_PER_STEP
 
     def _demand(
-        self, need: Need, edge: Edge, places: Mapping[tuple[int, int] | str, int], problem: Problem
+        self,
+        need: TensorUse,
+        edge: Edge,
+        places: Mapping[tuple[int, int] | str, int],
+        problem: Problem,
     ) -> Demand:
         tensor, count = self.needs[need]
         nodes, sources = problem.nodes, problem.sources

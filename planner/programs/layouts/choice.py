@@ -135,7 +135,7 @@ class LayoutProgram:
         structure = place.structure or structure_of(place.graph, place.axes, place.layers)
         self._slots = structure.slots
         self._problem = build_problem(replace(place, structure=structure))
-        self._front = Front(self._problem, budget, most_nodes=most_nodes, solver=solver)
+        self._front = ParetoFront(self._problem, budget, most_nodes=most_nodes, solver=solver)
         self._counted: dict[tuple[int, bool], CountedLines] = {}
 
     def fastest(self) -> LayoutSolution:
@@ -197,7 +197,7 @@ class CountedLines:
         return printed_lines(self.problem, self.code, assignment)
 
 
-class Front:
+class ParetoFront:
     """Finds the Pareto front of a problem: solves it with several budgets, or prices of bytes."""
 
     def __init__(

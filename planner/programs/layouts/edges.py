@@ -81,7 +81,7 @@ Ends = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Need:
+class TensorUse:
     """How the ops of one layer use a tensor; a node is the number of an op (see Numbering).
 
     `consumers` are (node, input). `producer` is (node, output), or None if no op of this layer
@@ -97,7 +97,7 @@ class Need:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Numbering:
-    """The nodes: the ops of each class's first layer, each for its equals in other layers."""
+    """The nodes: an op of a class's first layer stands for the equal ops of the other layers."""
 
     ops: tuple[Op, ...]
     classes: tuple[int, ...]  # the class of each node
@@ -111,7 +111,8 @@ class Structure:
 
     slots: Slots
     numbering: Numbering
-    needs: Mapping[Need, tuple[str, int]]  # each with a tensor, and the number of layers with it
+    # each use with its tensor, and the number of layers that have it
+    needs: Mapping[TensorUse, tuple[str, int]]
 
 
 def structure_of(graph: Graph, axes: GraphAxes, layers: Layers) -> Structure:
@@ -154,11 +155,11 @@ def crossing_tensors(layers: Layers) -> frozenset[str]:
 
 def count_needs(
     graph: Graph, layers: Layers, slots: Slots, nodes: Numbering
-) -> Mapping[Need, tuple[str, int]]:
-    """Map each need to the first tensor that has it, and the number of layers with this need."""
+) -> Mapping[TensorUse, tuple[str, int]]:
+    """Map each use to the first tensor that is used so, and the number of layers with this use."""
     crossing = crossing_tensors(layers)
-    counts: Counter[Need] = Counter()
-    tensors: dict[Need, str] = {}
+    counts: Counter[TensorUse] = Counter()
+    tensors: dict[TensorUse, str] = {}
     for layer in layers.layers:
         for need, name in _needs_of(layer, nodes.first[layer.layer_class], slots, crossing, graph):
             counts[need] += 1
@@ -168,7 +169,7 @@ def count_needs(
 
 def _needs_of(
     layer: Layer, first: int, slots: Slots, crossing: frozenset[str], graph: Graph
-) -> list[tuple[Need, str]]:
+) -> list[tuple[TensorUse, str]]:
     makers: dict[str, tuple[int, int]] = {}
     consumers: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for i, op in enumerate(layer.ops, start=first):
@@ -177,7 +178,7 @@ def _needs_of(
             consumers[name].append((i, k))
     found = [
         (
-            Need(
+            TensorUse(
                 slot=slots.tensors[name],
                 producer=makers.get(name),
                 consumers=tuple(consumers.get(name, ())),
@@ -189,7 +190,7 @@ def _needs_of(
         if name in consumers or name in crossing
     ]
     if graph.loss in makers:
-        loss = Need(
+        loss = TensorUse(
             slot=slots.tensors[graph.loss], producer=makers[graph.loss], consumers=(), leaves=False
         )
         found.append((loss, graph.loss))

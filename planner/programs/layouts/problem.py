@@ -1,9 +1,9 @@
 """The layout problem as plain numbers: what can be chosen, and what each choice costs.
 
 Nodes are the ops of one layer of each class, with their choices. Sources are the tensors that nodes
-make, and the slots of tensors that they get from other layers, or that no op makes. A demand is the
-use of one source by the ops of one layer; it pays for conversions. A keep is a tensor that stays in
-memory for the backward. Code is the lines that a script prints for the model's Python classes.
+make, and slots: tensors from other layers, and parameters. A demand is the use of one source by the
+ops of one layer; it pays for conversions. A keep is a tensor that stays in memory for the backward.
+Code is the lines that a script prints for the model's Python classes.
 
 A tensor that crosses layers has one layout at its slot. The layer that makes the tensor converts it
 to this layout, and later layers see only this layout. So layers of one class stay alike.

@@ -1,10 +1,10 @@
 """The user's rules for layouts, and tensors that must have equal layouts.
 
-Finds which tensors and axes of different layers are at the same position (slots). Layers of one
-class are solved once, so the tensors at one position of its layers have one layout. The output of
-one block is the input of the next, and inputs of equal blocks share a position: so a block's input
-and its output get one layout, too. A union-find follows such chains, and also unites tied and
-shared parameters.
+Finds slots: sets of tensors that must have one layout, and of axes that must be split alike. Layers
+of one class are solved once, so the tensors at one position of its layers have one layout. The
+output of one block is the input of the next, and inputs of equal blocks share a position: so a
+block's input and its output get one layout, too. A union-find follows such chains, and also unites
+tied and shared parameters.
 
 Rules forbid or allow axes by name, and pin modules. Layers of one class are split alike, so a rule
 must match all of them or none.
@@ -48,7 +48,7 @@ class Slots:
         return Layout(layout.kind, self.axes[layout.axis], layout.dim)
 
     def own(self, layout: Layout, tensor: str, axes: GraphAxes) -> Layout:
-        """Return a layout in which the axis has the name that it has in one tensor."""
+        """Return a layout in which the axis has its own name in `tensor`, not the common one."""
         if layout.kind is not LayoutKind.SPLIT:
             return layout
         common = self.axes[layout.axis]

@@ -107,7 +107,8 @@ def _product_parts(dim: FlattenedDims, axis: str, batch: int) -> Parts:
 class LetterSplit:
     """Letters that are split together along an axis that all of them contain.
 
-    They are one letter, or several whose concatenation is a dim (the parts of a chunk).
+    Usually it is one letter. Letters that are concatenated to one dim, as by `cat`, are split
+    together.
     """
 
     letters: tuple[str, ...]

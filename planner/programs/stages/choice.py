@@ -1,14 +1,14 @@
 """Chooses the stages of an arrangement: their layers and recompute modes, with a lower bound.
 
-    1. bound       GPipe, 1F1B: by shortest paths, which also exclude most intervals (floors.py);
+    1. bound       GPipe, 1F1B: by shortest paths (cut_bounds.py), which also exclude many stages;
                    other schedules: by a program with divisible layers (divisible.py)
     2. first cut   the cut found with the bound is priced exactly; its borders are moved while that
                    shortens the step
     3. program     finds, again and again, the unpriced cut with the least bound (program.py)
 
-Each cut that the program finds is priced, then excluded, and its critical path becomes a row. So
-the program's bound rises until it reaches the best known cut, which is then optimal. If the effort
-ends earlier, the bound tells by how much another cut may be better at most.
+Each cut that the program finds is priced and excluded, and its critical path becomes a constraint.
+This raises the program's bound, until it reaches the best known cut: that cut is optimal. If the
+effort ends earlier, the bound tells by how much another cut may be better at most.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from autopar.planner.costs.schedules.paths import Chain, Chains, first_chains, l
 from autopar.planner.costs.steps.stage_load import norm_seconds
 from autopar.planner.costs.steps.step import tied_seconds
 from autopar.planner.programs.solver import NOTHING_SOLVED, SolverReport
-from autopar.planner.programs.stages.divisible import Divided, Divisible
-from autopar.planner.programs.stages.floors import Column, Columns, Floors, floors_of
+from autopar.planner.programs.stages.cut_bounds import Column, Columns, CutBounds, cut_bounds
+from autopar.planner.programs.stages.divisible import DividedLayers, Divisible
 from autopar.planner.programs.stages.mixes import even_cut, least_seconds, moved_cuts, nearest_cut
-from autopar.planner.programs.stages.modes import CutAnswer, CutPricer, Floor, PricedCut
+from autopar.planner.programs.stages.modes import CutAnswer, CutFilter, CutPricer, PricedCut
 from autopar.planner.programs.stages.program import StageProgram
 from autopar.planner.programs.stages.question import Cut, StageQuestion
 
@@ -46,9 +46,9 @@ class Effort:
     moves: int  # moves of borders by one layer, if ranks have several stages
     cuts: int  # cuts that the program finds and that are priced
     nodes: int  # of all stage programs of the arrangement together
-    gap: float  # relative: bound and best cut need not be closer
+    gap: float  # the search ends if bound and best cut differ by at most this share
     most_columns: int  # of a program; a larger one is not solved
-    is_last: bool = False  # only then are bounds raised with whole numbers of layers on a rank
+    is_last: bool = False  # only then is divisible.py also solved in whole numbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -100,7 +100,7 @@ class Chooser:
     def top(self) -> float:
         """The cutoff, or the shortest step so far if that is less.
 
-        It is a lower bound of all cuts once no cut can be below it.
+        It is a lower bound of all cuts once the search has shown that no cut is shorter.
         """
         return min(self.cutoff, self.best.seconds if self.best else math.inf)
 
@@ -129,10 +129,12 @@ class Chooser:
         A cut stays without a price if chains prove that its step is not below `below_seconds`.
         """
         if cut not in self._priced:
-            floor = Floor(chains=self.chains, below_seconds=below_seconds, once_seconds=self.once)
-            answer = self._pricer.price(cut, floor)
+            cut_filter = CutFilter(
+                chains=self.chains, below_seconds=below_seconds, once_seconds=self.once
+            )
+            answer = self._pricer.price(cut, cut_filter)
             if answer is None:
-                return CutAnswer(best=None, is_whole=False)
+                return CutAnswer(best=None, compares_all=False)
             self._priced[cut] = answer
             best = self.best.seconds if self.best else math.inf
             if answer.best and answer.best.seconds < best:
@@ -172,11 +174,12 @@ class Chooser:
         for cut, answer in self._priced.items():
             if answer.best:
                 self.chains.add(self._deciding(answer.best))
-            if answer.is_whole:
+            if answer.compares_all:
                 program.exclude(cut)
         for chain in self.chains:
             program.add_chain(chain)
-        bound, doubtful = 0.0, math.inf  # doubtful bounds cuts whose modes were not all compared
+        # doubtful: a bound of the excluded cuts of which not all modes were compared
+        bound, doubtful = 0.0, math.inf
         left = self.effort.nodes
         for _ in range(self.effort.cuts):
             if self.aim < math.inf:
@@ -192,8 +195,8 @@ class Chooser:
             answer = self.price(cut)
             for chain in self._deciding(answer.best) if answer.best else ():
                 program.add_chain(chain)
-            if answer.is_whole or is_known:
-                doubtful = doubtful if answer.is_whole else min(doubtful, bound)
+            if answer.compares_all or is_known:
+                doubtful = doubtful if answer.compares_all else min(doubtful, bound)
                 program.exclude(cut)
         return min(doubtful, bound, self.top)
 
@@ -255,7 +258,7 @@ def _whole(chooser: Chooser) -> StageAnswer:
     answer = chooser.price((0, len(chooser.question.classes)))
     if answer.best is None:
         return chooser.answer(math.inf)
-    if answer.is_whole:
+    if answer.compares_all:
         return chooser.answer(answer.best.seconds)
     every, exact = chooser.question.shape.microbatches, answer.best.offers[0]
     others = answer.best.seconds - every * float(exact.times[:2].sum())
@@ -314,7 +317,7 @@ def _in_whole_numbers(chooser: Chooser, bound_seconds: float) -> float:
     return divided.bound_seconds + chooser.once
 
 
-def _divided(chooser: Chooser) -> Divided:
+def _divided(chooser: Chooser) -> DividedLayers:
     """Return the lower bound with divisible layers."""
     return chooser.divisible().solve(
         enough_seconds=chooser.aim - chooser.once,
@@ -324,7 +327,7 @@ def _divided(chooser: Chooser) -> Divided:
 
 
 def _along_paths(chooser: Chooser) -> StageAnswer:
-    """Return the best cut if each rank has one stage, which shortest paths bound."""
+    """Return the best cut if each rank has one stage, with the bound of shortest paths."""
     question = chooser.question
     count, stages = len(question.classes), question.shape.stages
     if chooser.aim < math.inf:  # quicker than pricing all intervals
@@ -334,28 +337,28 @@ def _along_paths(chooser: Chooser) -> StageAnswer:
     longest = min(count - stages + 1, 1 + -(-4 * count // (3 * stages)))
     while True:
         columns = chooser.columns.of_all(question.different_intervals(longest))
-        floors = _floors(chooser, columns) if columns else None
-        if floors is not None and floors.cut:
-            chooser.improve(floors.cut, most_moves=len(floors.cut))
+        bounds = _whole_step_bounds(chooser, columns) if columns else None
+        if bounds is not None and bounds.cut:
+            chooser.improve(bounds.cut, most_moves=len(bounds.cut))
         needed = _longest_that_matters(chooser, longest)
         if needed <= longest:
             break
         longest = needed if chooser.aim < math.inf else min(needed, 2 * longest)
-    if floors is None or floors.seconds == math.inf:
+    if bounds is None or bounds.seconds == math.inf:
         return chooser.answer(math.inf)
-    if floors.seconds >= chooser.aim:
+    if bounds.seconds >= chooser.aim:
         return chooser.answer(chooser.top)
     if not chooser.effort.most_columns:
-        return chooser.answer(floors.seconds)
-    is_open = (floors.of_columns < chooser.aim).tolist()
+        return chooser.answer(bounds.seconds)
+    is_open = (bounds.of_columns < chooser.aim).tolist()
     columns = [one for one, own in zip(columns, is_open, strict=True) if own]
-    return chooser.answer(max(floors.seconds, chooser.by_program(columns)))
+    return chooser.answer(max(bounds.seconds, chooser.by_program(columns)))
 
 
-def _floors(chooser: Chooser, columns: list[Column]) -> Floors:
+def _whole_step_bounds(chooser: Chooser, columns: list[Column]) -> CutBounds:
     """Return bounds of whole steps: those of the pipeline, plus reductions, optimizer, rest."""
     question = chooser.question
-    floors = floors_of(question, columns, chooser.columns.transfers)
+    bounds = cut_bounds(question, columns, chooser.columns.transfers)
     stage = np.array([one.stage for one in columns])
     updating = np.array([one.offer.optimizer_seconds for one in columns])
     reducing = np.array([one.offer.least_reduction_seconds for one in columns])
@@ -363,18 +366,18 @@ def _floors(chooser: Chooser, columns: list[Column]) -> Floors:
     least = max(float(updating[stage == p].min(initial=math.inf)) for p in stages)
     first = float(reducing[stage == 0].min(initial=math.inf))
     behind = np.where(stage == 0, reducing, first)
-    return Floors(
-        seconds=floors.seconds + first + least + chooser.once,
-        of_columns=floors.of_columns + behind + np.maximum(updating, least) + chooser.once,
-        cut=floors.cut,
+    return CutBounds(
+        seconds=bounds.seconds + first + least + chooser.once,
+        of_columns=bounds.of_columns + behind + np.maximum(updating, least) + chooser.once,
+        cut=bounds.cut,
     )
 
 
 def _longest_that_matters(chooser: Chooser, longest: int) -> int:
     """Return the most layers of a stage in any cut below the aim.
 
-    A rank with a larger stage, and at least one layer on each of its others, would be busy for too
-    long.
+    A rank with a larger stage, and with at least one layer in each of its other stages, would be
+    busy for too long.
     """
     question = chooser.question
     most = len(question.classes) - question.shape.stages + 1

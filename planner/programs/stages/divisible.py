@@ -8,7 +8,7 @@
     layers_are_used_up     Σ_stages Σ_modes x  =  the layers of each class
     stages_are_not_empty   1  ≤  Σ x  ≤  the most layers of a stage
     stages_take            t  =  the host's time for an action  +  Σ seconds · x
-    memory_is_kept         Σ (state + held · saved) · x + W  ≤  the rank's limit      (floors.py)
+    memory_is_kept         Σ (state + held · saved) · x + W  ≤  the rank's limit  (cut_bounds.py)
     reductions_outlast     R of a stage  ≥  the share of its reduction that slows its last backward
                            R of a stage  ≥  its reduction  −  its last backward
     gathers_come_first     G  ≥  the gather of each stage of the rank that starts first
@@ -16,9 +16,9 @@
 
 T is minimised. Rows of memory and chains are added when the optimum violates them: a rank's memory
 at its worst moment, and the longest chains (paths.py) of the schedule, simulated with the optimum's
-times. This ends when no chain is much longer than T − G. A chain is a lower bound for any times of
-stages. So chains that were found for other questions of this schedule (other layouts, other cuts)
-are looked through before the schedule is simulated again.
+times. This ends when no chain is much longer than T − G. A step is never
+shorter than any of its chains, whatever the stages' times. So chains that were found for other
+questions of this schedule (other layouts, other cuts) are tried before it is simulated again.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from autopar.planner.costs.schedules.simulation import Floats, StageSeconds
 from autopar.planner.costs.schedules.table import SCHEDULES
 from autopar.planner.costs.steps.bounds import DataBound
 from autopar.planner.programs.solver import GrowingProgram, Term
-from autopar.planner.programs.stages.floors import LayerPiece, MemoryRow, RankMoments, parts_of
+from autopar.planner.programs.stages.cut_bounds import LayerPiece, MemoryRow, RankMoments, parts_of
 from autopar.planner.programs.stages.question import StageQuestion
 
 _MOST_PROGRAMS = 200
@@ -56,7 +56,7 @@ _WEIGHTS = KINDS.index(ActionKind.WEIGHT_GRADIENT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Divided:
+class DividedLayers:
     """The number of layers of each stage, with fractions, and a lower bound.
 
     `lengths` is empty if nothing fits, or nothing was found.
@@ -102,10 +102,12 @@ class Divisible:
         ]
         self._keep_memory(one.row_at(one.likely) for one in self._memories)
 
-    def solve(self, *, enough_seconds: float, most_simulated: int, hasty: bool = False) -> Divided:
-        """Return the optimum, or a bound of it that suffices.
+    def solve(
+        self, *, enough_seconds: float, most_simulated: int, hasty: bool = False
+    ) -> DividedLayers:
+        """Return the optimum, or a lower bound of at least `enough_seconds`.
 
-        With `hasty`, it stops if the bound rises too slowly to suffice in the end.
+        With `hasty`, it stops if the bound rises too slowly to reach that.
         """
         for chain in first_chains(self.question.arrangement.schedule, self.question.shape):
             self._add_chain(chain)
@@ -117,7 +119,7 @@ class Divisible:
             if found is None:
                 break
             if found == float("inf"):
-                return Divided(lengths=(), bound_seconds=found)
+                return DividedLayers(lengths=(), bound_seconds=found)
             raised = found * self.unit - bound
             bound = max(bound, found * self.unit)
             if bound >= enough_seconds:
@@ -127,9 +129,9 @@ class Divisible:
             is_far = hasty and is_begun and bound + self._left * raised < enough_seconds
             if is_far or not self._tighten():
                 break
-        return Divided(lengths=lengths, bound_seconds=bound)
+        return DividedLayers(lengths=lengths, bound_seconds=bound)
 
-    def solve_whole(self, *, below_seconds: float) -> Divided:
+    def solve_whole(self, *, below_seconds: float) -> DividedLayers:
         """Return a lower bound with whole numbers of layers on each rank.
 
         It is at most `below_seconds`: the program looks only for cuts below that.
@@ -146,7 +148,7 @@ class Divisible:
             lengths = self._lengths()
             if not self._tighten():
                 break
-        return Divided(lengths=lengths, bound_seconds=min(bound, below_seconds))
+        return DividedLayers(lengths=lengths, bound_seconds=min(bound, below_seconds))
 
     def _lengths(self) -> tuple[float, ...]:
         return tuple(float(self.program.values(own.columns).sum()) for own in self.parts)

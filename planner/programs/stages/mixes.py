@@ -104,7 +104,7 @@ def ordered_modes(question: StageQuestion, kind: int, number: int) -> list[Recom
 
 
 def _spreads(count: int, modes: int) -> list[tuple[int, ...]]:
-    """Return all divisions of `count` layers among modes; the most in the first mode first."""
+    """Return all divisions of `count` layers among modes; the first mode has fewer and fewer."""
     if modes == 1:
         return [(count,)]
     return [

@@ -22,7 +22,7 @@ from autopar.planner.costs.schedules.simulation import Floats
 from autopar.planner.costs.steps.memory import memory_of
 from autopar.planner.costs.steps.stage_price import StagePrice
 from autopar.planner.costs.steps.step import step_of
-from autopar.planner.programs.stages.floors import Columns, with_transfer
+from autopar.planner.programs.stages.cut_bounds import Columns, with_transfer
 from autopar.planner.programs.stages.offers import Offer, RankMemory
 from autopar.planner.programs.stages.question import Content, Cut, StageQuestion
 
@@ -46,14 +46,14 @@ class PricedCut:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CutAnswer:
-    """The result for a cut. `best` is None if no modes fit; `is_whole`: all modes were compared."""
+    """The result for a cut; `best` is None if no modes fit."""
 
     best: PricedCut | None
-    is_whole: bool
+    compares_all: bool  # no modes were left out of the comparison
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Floor:
+class CutFilter:
     """Excludes a cut before it is priced, if chains (paths.py) show that its step is too long."""
 
     chains: Chains
@@ -76,18 +76,18 @@ class CutPricer:
         self.columns, self.question = columns, columns.question
         self._known: dict[tuple[int, tuple[Content, ...]], tuple[list[Way], bool]] = {}
 
-    def price(self, cut: Cut, floor: Floor) -> CutAnswer | None:
-        """Return the best modes of a cut, or None if `floor` excludes it."""
-        is_whole = True
+    def price(self, cut: Cut, cut_filter: CutFilter) -> CutAnswer | None:
+        """Return the best modes of a cut, or None if `cut_filter` excludes it."""
+        compares_all = True
         ranks: list[list[Way]] = []
         for rank in range(self.question.shape.ranks):
             ways, is_all = self._ways(rank, cut)
-            is_whole = is_whole and is_all
+            compares_all = compares_all and is_all
             if not ways:
-                return CutAnswer(best=None, is_whole=is_whole)
+                return CutAnswer(best=None, compares_all=compares_all)
             ranks.append(ways)
-        best, is_all = _best_together(self.columns, cut, ranks, floor)
-        return CutAnswer(best=best, is_whole=is_whole and is_all) if best else None
+        best, is_all = _best_together(self.columns, cut, ranks, cut_filter)
+        return CutAnswer(best=best, compares_all=compares_all and is_all) if best else None
 
     def _ways(self, rank: int, cut: Cut) -> tuple[list[Way], bool]:
         """Return the ways of a rank, and whether all other ways are worse."""
@@ -99,8 +99,8 @@ class CutPricer:
                 for stage, content in zip(stages, contents, strict=True)
             ]
             ways, is_all = _ways(self.columns, rank, contents, offers)
-            is_whole = is_all and all(one.is_whole for own in offers for one in own)
-            self._known[rank, contents] = ways, is_whole
+            are_all = is_all and all(one.others_are_worse for own in offers for one in own)
+            self._known[rank, contents] = ways, are_all
         return self._known[rank, contents]
 
 
@@ -114,7 +114,7 @@ def _ways(
     question = columns.question
     if len(contents) == 1:
         return [(one,) for one in offers[0]], True
-    if all(one.is_whole for own in offers for one in own):
+    if all(one.others_are_worse for own in offers for one in own):
         if prod(map(len, offers)) <= _MOST_WAYS:
             return _unbeaten(question, rank, list(product(*offers))), True
     else:
@@ -224,26 +224,26 @@ def _steps(
 
 
 def _best_together(
-    columns: Columns, cut: Cut, ranks: Sequence[Sequence[Way]], floor: Floor
+    columns: Columns, cut: Cut, ranks: Sequence[Sequence[Way]], cut_filter: CutFilter
 ) -> tuple[PricedCut | None, bool]:
     """Return the best combination of the ranks' ways, and whether all were compared.
 
-    None if no step is below that of `floor`.
+    None if no step is below `cut_filter.below_seconds`.
     """
     question = columns.question
     actions = question.shape.stages * question.shape.microbatches
     if prod(map(len, ranks)) <= max(1, _MOST_ACTIONS // actions):
         best: PricedCut | None = None
         for chosen in product(*ranks):
-            best = _better(columns, cut, chosen, floor, best)
+            best = _better(columns, cut, chosen, cut_filter, best)
         return best, True
     together = [own[0] for own in ranks]
-    best = _better(columns, cut, together, floor, None)
+    best = _better(columns, cut, together, cut_filter, None)
     kept = _MOST_KEPT if actions <= _MOST_ACTIONS // _MOST_KEPT else 1
     for rank, own in enumerate(ranks if best else []):
         for way in own[1:kept]:
             other = _better(
-                columns, cut, [*together[:rank], way, *together[rank + 1 :]], floor, best
+                columns, cut, [*together[:rank], way, *together[rank + 1 :]], cut_filter, best
             )
             if other is not best:
                 best, together[rank] = other, way
@@ -251,13 +251,13 @@ def _best_together(
 
 
 def _better(
-    columns: Columns, cut: Cut, ways: Sequence[Way], floor: Floor, best: PricedCut | None
+    columns: Columns, cut: Cut, ways: Sequence[Way], cut_filter: CutFilter, best: PricedCut | None
 ) -> PricedCut | None:
     """Price one way per rank; return the result if its step is shorter, else `best`."""
     question = columns.question
     by_stage = _by_stage(question, ways)
-    below = min(floor.below_seconds, best.seconds if best else math.inf)
-    if floor.least_seconds(columns, cut, by_stage) >= below:
+    below = min(cut_filter.below_seconds, best.seconds if best else math.inf)
+    if cut_filter.least_seconds(columns, cut, by_stage) >= below:
         return best
     found = priced(question, cut, by_stage)
     return found if best is None or found.seconds < best.seconds else best

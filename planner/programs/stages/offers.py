@@ -53,7 +53,7 @@ class Offer:
     work_bytes: float  # the largest need of a layer while it runs
     splits_backward: bool
     exact_prices: Callable[[], tuple[StagePrice, ...]]  # computes the exact price
-    is_whole: bool = True  # whether every mix of these layers that is not offered is worse
+    others_are_worse: bool = True  # whether every mix of these layers that is not offered is worse
 
     @cached_property
     def prices(self) -> tuple[StagePrice, ...]:
@@ -70,7 +70,7 @@ class Offer:
         """The least seconds of one microbatch, forward and backward."""
         return float(self.least_times[0] + max(self.least_times[1], self.least_times[2:4].sum()))
 
-    def held_bytes(self, moments: Moments, place: int) -> Floats:
+    def bytes_over_time(self, moments: Moments, place: int) -> Floats:
         """Return this stage's bytes at each moment of its rank, without `work_bytes`.
 
         `place` is the stage's position among the stages of the rank.
@@ -150,7 +150,7 @@ class Offers:
                 made[0],
                 least_times=times,
                 least_reduction_seconds=hidden.reduction_seconds,
-                is_whole=False,
+                others_are_worse=False,
             )
         yield from made
 
@@ -186,10 +186,10 @@ class Offers:
     def _shared(self, stage: int, content: Content) -> Iterator[Offer]:
         """Yield offers for one of several stages of a rank; of many mixes, the hull's corners."""
         mixes = self.mixes(stage, content)
-        is_whole = len(mixes) <= _MOST_PRICED
-        if not is_whole:
+        others_are_worse = len(mixes) <= _MOST_PRICED
+        if not others_are_worse:
             mixes = mixes.taken(np.array(hull(mixes.seconds.tolist(), mixes.saved.tolist())))
-        yield from self._summed(stage, content, mixes, is_whole=is_whole)
+        yield from self._summed(stage, content, mixes, others_are_worse=others_are_worse)
 
     def every(self, stage: int, content: Content) -> tuple[Offer, ...]:
         """Return offers spread evenly over all mixes of the layers, to fill a rank's memory."""
@@ -199,12 +199,12 @@ class Offers:
             step = -(-len(mixes) // _MOST_BETWEEN)
             places = np.array(sorted({*range(0, len(mixes), step), len(mixes) - 1}))
             self._known[key] = tuple(
-                self._summed(stage, content, mixes.taken(places), is_whole=False)
+                self._summed(stage, content, mixes.taken(places), others_are_worse=False)
             )
         return self._known[key]
 
     def _summed(
-        self, stage: int, content: Content, mixes: Mixes, *, is_whole: bool
+        self, stage: int, content: Content, mixes: Mixes, *, others_are_worse: bool
     ) -> Iterator[Offer]:
         """Yield offers with approximate times; exact prices are computed on demand."""
         plain = self._plain(stage, content)
@@ -227,7 +227,7 @@ class Offers:
                 work_bytes=float(mixes.work[place]),
                 splits_backward=not mixes.again[place],
                 exact_prices=partial(self._prices_of, stage, content, modes),
-                is_whole=is_whole,
+                others_are_worse=others_are_worse,
             )
 
     def splits(self, stage: int) -> bool:
@@ -351,7 +351,7 @@ def fullest(moments: Moments) -> tuple[int, ...]:
 
 
 class RankMemory:
-    """The bytes of a rank, by the offers of its stages."""
+    """The peak memory of a rank, for each choice of offers for its stages."""
 
     def __init__(
         self, question: StageQuestion, rank: int, offers: Sequence[Sequence[Offer]]
@@ -363,7 +363,7 @@ class RankMemory:
         )
         self._running = moments.running[kept]
         self._held = [
-            np.array([one.held_bytes(moments, place)[kept] for one in own])
+            np.array([one.bytes_over_time(moments, place)[kept] for one in own])
             for place, own in enumerate(offers)
         ]
         self._work = [np.array([one.work_bytes for one in own]) for own in offers]

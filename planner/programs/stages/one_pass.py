@@ -33,23 +33,23 @@ class _Mode:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Ways:
+class _Combinations:
     """Combinations for the first layers: cost, saved bytes, and each layer's mode."""
 
     taken: MixFloats
-    held: MixFloats
+    saved: MixFloats
     modes: Numbers  # [combination, layer], indices of the class's modes
 
 
 # (cost of the layers before, bytes saved with the next layer, its mode) → cost with it
-_Taking = Callable[[MixFloats, MixFloats, _Mode], MixFloats]
+_CostWith = Callable[[MixFloats, MixFloats, _Mode], MixFloats]
 
 
 def fitting_mixes(question: StageQuestion, kind: int, content: Content, room_bytes: float) -> Mixes:
     """Return the mixes that fit into `room_bytes` and that no other beats, fastest first."""
 
-    def seconds(taken: MixFloats, held: MixFloats, mode: _Mode) -> MixFloats:
-        return np.where(held + mode.needed_bytes <= room_bytes, taken + mode.seconds, np.inf)
+    def seconds(taken: MixFloats, saved: MixFloats, mode: _Mode) -> MixFloats:
+        return np.where(saved + mode.needed_bytes <= room_bytes, taken + mode.seconds, np.inf)
 
     return _mixes(question, kind, content, _unbeaten_ways(question, kind, content, seconds))
 
@@ -57,44 +57,48 @@ def fitting_mixes(question: StageQuestion, kind: int, content: Content, room_byt
 def lightest_mix(question: StageQuestion, kind: int, content: Content) -> Mixes:
     """Return the mix with the lowest peak."""
 
-    def peak(taken: MixFloats, held: MixFloats, mode: _Mode) -> MixFloats:
-        return np.maximum(taken, held + mode.needed_bytes)
+    def peak(taken: MixFloats, saved: MixFloats, mode: _Mode) -> MixFloats:
+        return np.maximum(taken, saved + mode.needed_bytes)
 
     ways = _unbeaten_ways(question, kind, content, peak)
     return _mixes(question, kind, content, ways).taken(np.array([int(np.argmin(ways.taken))]))
 
 
-def _unbeaten_ways(question: StageQuestion, kind: int, content: Content, taking: _Taking) -> _Ways:
-    ways = _Ways(taken=np.zeros(1), held=np.zeros(1), modes=np.zeros((1, 0), dtype=np.int64))
+def _unbeaten_ways(
+    question: StageQuestion, kind: int, content: Content, taking: _CostWith
+) -> _Combinations:
+    ways = _Combinations(
+        taken=np.zeros(1), saved=np.zeros(1), modes=np.zeros((1, 0), dtype=np.int64)
+    )
     for modes in _layers(question, kind, content):
         every = [_extended(ways, place, one, taking) for place, one in enumerate(modes)]
         taken = np.concatenate([one.taken for one in every])
-        held = np.concatenate([one.held for one in every])
-        kept = _unbeaten(taken, held)
-        ways = _Ways(
+        saved = np.concatenate([one.saved for one in every])
+        kept = _unbeaten(taken, saved)
+        ways = _Combinations(
             taken=taken[kept],
-            held=held[kept],
+            saved=saved[kept],
             modes=np.concatenate([one.modes for one in every])[kept],
         )
     return ways
 
 
-def _extended(ways: _Ways, place: int, mode: _Mode, taking: _Taking) -> _Ways:
+def _extended(ways: _Combinations, place: int, mode: _Mode, taking: _CostWith) -> _Combinations:
     """Return the combinations with one more layer in one mode."""
-    held = ways.held + mode.saved_bytes
-    column = np.full((len(held), 1), place, dtype=np.int64)
-    return _Ways(
-        taken=taking(ways.taken, held, mode),
-        held=held,
+    saved = ways.saved + mode.saved_bytes
+    column = np.full((len(saved), 1), place, dtype=np.int64)
+    return _Combinations(
+        taken=taking(ways.taken, saved, mode),
+        saved=saved,
         modes=np.concatenate([ways.modes, column], axis=1),
     )
 
 
-def _unbeaten(taken: MixFloats, held: MixFloats) -> Numbers:
+def _unbeaten(taken: MixFloats, saved: MixFloats) -> Numbers:
     """Return the indices of the combinations that fit and that no other beats, by cost."""
-    order = np.lexsort((held, taken))
+    order = np.lexsort((saved, taken))
     order = order[np.isfinite(taken[order])]
-    least = np.minimum.accumulate(held[order])
+    least = np.minimum.accumulate(saved[order])
     is_less = np.ones(len(order), dtype=np.bool_)
     is_less[1:] = least[1:] < least[:-1]
     kept: npt.NDArray[np.int64] = order[is_less]
@@ -120,7 +124,7 @@ def _layers(question: StageQuestion, kind: int, content: Content) -> Sequence[Se
     ]
 
 
-def _mixes(question: StageQuestion, kind: int, content: Content, ways: _Ways) -> Mixes:
+def _mixes(question: StageQuestion, kind: int, content: Content, ways: _Combinations) -> Mixes:
     """Return the combinations as numbers of layers per class and mode."""
     classes, own = np.array(content), dict.fromkeys(content)
     columns, counts, again = [], [], []
@@ -134,7 +138,7 @@ def _mixes(question: StageQuestion, kind: int, content: Content, ways: _Ways) ->
         columns=tuple(columns),
         numbers=numbers,
         seconds=ways.taken,
-        saved=ways.held,
-        work=np.zeros(len(ways.held)),
+        saved=ways.saved,
+        work=np.zeros(len(ways.saved)),
         again=(numbers @ np.array(again, dtype=np.int64)) > 0,
     )

@@ -1,7 +1,7 @@
 """The stage program: which consecutive layers go on which stage of a pipeline, and how they run.
 
-A column is a possible stage (floors.py): layers, their modes, their seconds and bytes. A place is a
-border between layers; all borders inside a run of equal layers are one place, because only the
+A column is a possible stage (cut_bounds.py): layers, their modes, their seconds and bytes. A place
+is a border between layers; all borders inside a run of equal layers are one place, because only the
 number of layers matters there. Over the columns c of each stage p,
 
     z[c] ∈ {0,1}      stage p is the column c
@@ -48,14 +48,14 @@ from autopar.planner.programs.solver import (
     new_program,
     solve,
 )
-from autopar.planner.programs.stages.floors import Column
+from autopar.planner.programs.stages.cut_bounds import Column
 from autopar.planner.programs.stages.offers import fullest
-from autopar.planner.programs.stages.question import Content, Cut, Place, StageQuestion
+from autopar.planner.programs.stages.question import BorderPlace, Content, Cut, StageQuestion
 
 _FEW_COLUMNS = 400  # a program with no more columns is solved by the default solver
 _CLOSE = 1e-7  # of the objective: the optimum is found up to this share
 Term = tuple[pulp.LpVariable, float]
-_Key = tuple[int, Place, Place, Content]  # an interval on a stage
+_Key = tuple[int, BorderPlace, BorderPlace, Content]  # an interval on a stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,12 +76,12 @@ class _Choice:
     key: _Key  # of its interval
 
     @property
-    def begins(self) -> Place:
+    def begins(self) -> BorderPlace:
         """The place of the border before its first layer."""
         return self.key[1]
 
     @property
-    def ends(self) -> Place:
+    def ends(self) -> BorderPlace:
         """The place of the border after its last layer."""
         return self.key[2]
 
@@ -123,7 +123,7 @@ class _CutProgram:
 
     def _choice(self, number: int, column: Column) -> _Choice:
         variable = pulp.LpVariable(
-            f"z_{number}", 0, 1, cat="Binary" if column.offer.is_whole else "Continuous"
+            f"z_{number}", 0, 1, cat="Binary" if column.offer.others_are_worse else "Continuous"
         )
         key = self._key(column.stage, column.first, column.stop)
         return _Choice(column=column, variable=variable, key=key)
@@ -162,7 +162,7 @@ class _CutProgram:
         for stage, own in enumerate(self.stages):
             loose: defaultdict[_Key, list[Term]] = defaultdict(list)
             for one in own:
-                if not one.column.offer.is_whole:
+                if not one.column.offer.others_are_worse:
                     loose[one.key].append((one.variable, 1.0))
             for key, terms in loose.items():
                 number = len(self._intervals)
@@ -209,7 +209,7 @@ class _CutProgram:
             limit = most_tensor_bytes(self.question.limit_bytes[rank], arrangement, constants)
             moments = self.question.moments[rank]
             held = [
-                (one, one.column.offer.held_bytes(moments, place), stage)
+                (one, one.column.offer.bytes_over_time(moments, place), stage)
                 for place, stage in enumerate(stages)
                 for one in self.stages[stage]
             ]

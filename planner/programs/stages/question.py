@@ -23,7 +23,7 @@ Cut = tuple[int, ...]  # the first layer of each stage, and the number of all la
 Content = tuple[int, ...]  # the classes of a stage's layers
 # the place of a border between layers: (True, run) if it is inside a run of equal layers, else
 # (False, border)
-Place = tuple[bool, int]
+BorderPlace = tuple[bool, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +156,7 @@ class StageQuestion:
         return tuple(numbers)
 
     @cached_property
-    def places(self) -> tuple[Place, ...]:
+    def places(self) -> tuple[BorderPlace, ...]:
         """The place of each border between layers, the ends included."""
         inside = (False, *(one == other for one, other in pairwise(self.run_numbers)), False)
         return tuple(

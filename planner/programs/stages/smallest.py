@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 
 from autopar.planner.costs.steps.memory import memory_of
-from autopar.planner.programs.stages.floors import Columns
+from autopar.planner.programs.stages.cut_bounds import Columns
 from autopar.planner.programs.stages.modes import PricedCut, priced
 from autopar.planner.programs.stages.offers import Offer
 from autopar.planner.programs.stages.one_pass import lightest_mix

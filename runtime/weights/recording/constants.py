@@ -1,7 +1,7 @@
 """Keeps the values of real tensors that a constructor reads, as copies or in mapped files.
 
-Memory that is mapped from a file takes no space until it is written to. It is therefore only copied
-before it is written to, and a slice of it can be read later.
+Memory that is mapped from a file takes no space until it is written to. So it is copied only when
+it is about to be written to; until then, any slice of it can be read.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runs a constructor in a recording, and builds models without memory."""
+"""Runs a constructor while its ops are recorded, and builds models without memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from autopar.runtime.model.held_tensors import replace_held
+from autopar.runtime.model.plain_tensors import replace_plain_tensors
 from autopar.runtime.ranks.randomness import seeded
 from autopar.runtime.tensor.shards import (
     TensorPlace,
@@ -39,7 +39,7 @@ def new_objects_apart() -> Iterator[None]:
 def make_real(recording: ConstructorRecording, except_for: Collection[int]) -> None:
     """Give values to all recorded tensors, except those with these ids.
 
-    Such tensors may be plain attributes, or in lists, closures, caches or other objects. Each stays
+    The tensors may be plain attributes, or in lists, closures, caches or other objects. Each stays
     the same object, and shared memory stays shared.
     """
     gc.collect()  # unreachable tensors need no values
@@ -94,7 +94,7 @@ def meta_model(
 def strip(model: nn.Module) -> None:
     """Move all tensors of a model to the meta device, registered or not."""
     move_to_meta(list(places(model)), lambda tensor: torch.empty_like(tensor, device=META))
-    replace_held(model, _without_memory)
+    replace_plain_tensors(model, _without_memory)
 
 
 def _without_memory(_: str, tensor: Tensor) -> Tensor:

@@ -75,7 +75,7 @@ class RecordedOp:
 
 
 @dataclass(frozen=True, slots=True)
-class Copied:
+class CopiedConstant:
     """A tensor that is a constant, only copied and cast: a slice of it can be read alone."""
 
     constant: Tensor
@@ -142,7 +142,7 @@ class History:
             draw, steps = before, steps + 1
         return draw, steps
 
-    def copied(self, value: Value) -> Copied | None:
+    def copied(self, value: Value) -> CopiedConstant | None:
         """Return a tensor as a copied and cast constant, or None if it is computed otherwise."""
         dtypes: list[torch.dtype] = []
         before = len(self.ops)
@@ -150,7 +150,9 @@ class History:
             touching = [number for number in self._touching[value.storage] if number < before]
             if not touching:
                 constant = self._looked_at(value)
-                return constant if constant is None else Copied(constant, tuple(dtypes[::-1]))
+                return (
+                    constant if constant is None else CopiedConstant(constant, tuple(dtypes[::-1]))
+                )
             before = touching[-1]
             source = _source(self.ops[before], value)
             if source is None:

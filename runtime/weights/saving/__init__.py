@@ -1,1 +1,1 @@
-"""Predicts without values what a model's `save_pretrained` writes, and reads it back."""
+"""Predicts which files a model's `save_pretrained` writes, and reads weights from such files."""

@@ -370,7 +370,7 @@ def _replace(old: Callable[..., Any], new: Callable[..., Any]) -> None:
 
 @contextmanager
 def unseen() -> Iterator[None]:
-    """Hide the output of libraries inside, which report files that are not really written."""
+    """Hide what libraries print about files that the code inside does not really write."""
     with (
         warnings.catch_warnings(action="ignore"),
         redirect_stdout(io.StringIO()),

@@ -66,7 +66,7 @@ def _dim_of(stride: int, tensor: View) -> int | None:
 
 
 def same_view(view: View, of: View, other: View) -> View | None:
-    """Return the part of `other` with the indices that `view` has in `of`; None if that is no box.
+    """Return the box of `other` that is in the place of `view` in `of`; None if `view` is no box.
 
     `of` and `other` have the same size.
     """
@@ -111,9 +111,9 @@ class SavedPiece:
 def pieces_by_name(form: SavedForm) -> Mapping[str, tuple[SavedPiece, ...]]:
     """Return the pieces of each tensor that the files contain completely."""
     names = {view.memory: name for name, view in form.sources.items()}
-    taking, found = _Taking(form), defaultdict[str, list[SavedPiece]](list)
+    tracer, found = _TensorTracer(form), defaultdict[str, list[SavedPiece]](list)
     for tensor in form.tensors:
-        for piece in taking.pieces(tensor):
+        for piece in tracer.pieces(tensor):
             found[names[piece.view.memory]].append(piece)
     sizes = {name: math.prod(view.size) for name, view in form.sources.items()}
     return {name: own for name, one in found.items() if (own := _tiling(one, sizes[name]))}
@@ -135,7 +135,7 @@ class _TakenBox:
     view: View
 
 
-class _Taking:
+class _TensorTracer:
     """Traces tensors of files back to the tensors of the model."""
 
     def __init__(self, form: SavedForm) -> None:

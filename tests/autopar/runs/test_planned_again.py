@@ -16,7 +16,7 @@ from autopar.codegen.emit import write_script
 from autopar.planner.plan.declared.settings import declare
 from autopar.planner.plan.files.document import read_plan, write_plan
 from autopar.planner.plan.plan import Plan, StoredPlan
-from autopar.runs.launching import Ended
+from autopar.runs.launching import ProcessEnd
 from autopar.runs.run_metrics import lines_of
 from autopar.runs.run_record import PlanToTrain, awaited
 from tests.autopar.commands import Autopar
@@ -54,12 +54,12 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """Write down the torchrun commands in place of running them."""
     commands: list[list[str]] = []
 
-    def launch(command: list[str]) -> Ended:
+    def launch(command: list[str]) -> ProcessEnd:
         commands.append(command)
         metrics = Path(command[command.index("--metrics") + 1])
         with metrics.open("a", encoding="utf-8") as file:
             file.write('{"event": "finished", "step": 1}\n')
-        return Ended(code=0, is_signalled=False, leftovers=0)
+        return ProcessEnd(code=0, is_signalled=False, leftovers=0)
 
     monkeypatch.setattr("autopar.runs.launching.launch", launch)
     return commands

@@ -12,7 +12,7 @@ import pytest
 
 from autopar.planner.errors import ExitCode
 from autopar.planner.plan.files.document import FILE_NAME
-from autopar.runs.launching import Ended, trained
+from autopar.runs.launching import ProcessEnd, trained
 from autopar.runs.run_folder import Nodes
 from autopar.runs.run_record import RunState, read_record
 from autopar.runtime.ranks import leaving, refusal
@@ -22,7 +22,7 @@ from tests.autopar.runs.test_planned_again import for_devices, written
 
 REFUSED = {"time": 2.0, "code": 6, "found": "no rows", "fix": "look at them"}
 GLOO = "[rank1]: RuntimeError: Connection closed by peer"
-Launch = Callable[[list[str]], Ended]
+Launch = Callable[[list[str]], ProcessEnd]
 
 
 def launching(
@@ -30,13 +30,13 @@ def launching(
 ) -> None:
     """Have torchrun leave files in the folder of a run, and end."""
 
-    def launch(_: list[str]) -> Ended:
+    def launch(_: list[str]) -> ProcessEnd:
         for number, (name, text) in enumerate(left.items()):
             path = folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
             os.utime(path, (2e9 + number, 2e9 + number))
-        return Ended(code=code, is_signalled=False, leftovers=0)
+        return ProcessEnd(code=code, is_signalled=False, leftovers=0)
 
     monkeypatch.setattr("autopar.runs.launching.launch", launch)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tests.codegen.idioms.outcomes import Idiom, idiom, refused, told
+from tests.codegen.idioms.outcomes import Idiom, idiom, noted, refused
 
 _CLASSIFIER = """
 class Classifier(Model):
@@ -367,7 +367,7 @@ def build_dataset():
 def loss(outputs, batch):
     return F.cross_entropy(outputs.flatten(0, 1) / batch["heat"], batch["labels"].flatten())
 """,
-        every=told("To train on the rows' numbers"),
+        every=noted("To train on the rows' numbers"),
     ),
     "no dataset": idiom("""
 del build_dataset

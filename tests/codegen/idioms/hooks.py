@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tests.codegen.idioms.outcomes import Idiom, Outcome, idiom, refused, told
+from tests.codegen.idioms.outcomes import Idiom, Outcome, idiom, noted, refused
 
 _OWN = """
 
@@ -130,8 +130,8 @@ class Own(Model):
         return x
 """,
         otherwise={
-            "dp": told("a limit or a norm does not"),
-            "ZeRO-3": told("a limit or a norm does not"),
+            "dp": noted("a limit or a norm does not"),
+            "ZeRO-3": noted("a limit or a norm does not"),
             "tp": _TENSOR,
             "pp": refused("at most pp=1"),
         },
@@ -175,7 +175,7 @@ GRADIENTS: Mapping[str, Idiom] = {
     "a penalty of a gradient": idiom(_PENALISED.format(reduced="sum") + _OWN, otherwise=_TAKEN),
     "a penalty of the gradient of a mean": idiom(
         _PENALISED.format(reduced="mean") + _OWN,
-        otherwise={**_TAKEN, "dp": told("the rows of a batch meet in gradient")},
+        otherwise={**_TAKEN, "dp": noted("the rows of a batch meet in gradient")},
     ),
     "forces of an energy": idiom(
         """

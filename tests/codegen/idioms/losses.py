@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tests.codegen.idioms.outcomes import Idiom, idiom, told
+from tests.codegen.idioms.outcomes import Idiom, idiom, noted
 
 _FLAT = "outputs.flatten(0, 1), batch['labels'].flatten()"
 
-_NEARLY = told("makes the loss a mean over rows only nearly")
+_NEARLY = noted("makes the loss a mean over rows only nearly")
 
 
 def _weighed(made: str, **more: Any) -> Idiom:
@@ -229,7 +229,7 @@ def loss(outputs, batch):
     return F.cross_entropy(one @ one.detach().T * 5, torch.arange(len(one), device=one.device))
 """,
         is_whole=True,
-        otherwise={way: told("rows of a batch meet") for way in ("dp", "ZeRO-3")},
+        otherwise={way: noted("rows of a batch meet") for way in ("dp", "ZeRO-3")},
     ),
     "a loss that shifts its targets": idiom("""
 def loss(outputs, batch):

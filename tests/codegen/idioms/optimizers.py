@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tests.codegen.idioms.outcomes import Idiom, idiom, refused, told
+from tests.codegen.idioms.outcomes import Idiom, idiom, noted, refused
 
 COPIES_DRAW = {"dp": refused("draws random numbers"), "tp": refused("draws random numbers")}
 
@@ -240,7 +240,7 @@ class Noisy(torch.optim.SGD):
 def build_optimizer(params):
     return Noisy(params, lr=0.1)
 """,
-        every=told("draws"),
+        every=noted("draws"),
         otherwise=COPIES_DRAW,
     ),
     "noise of its own generator": idiom(
@@ -261,7 +261,7 @@ class Noisy(torch.optim.SGD):
 def build_optimizer(params):
     return Noisy(params, lr=0.1)
 """,
-        every=told("draws"),
+        every=noted("draws"),
         otherwise=COPIES_DRAW,
     ),
     "noise in its step": idiom(
@@ -278,7 +278,7 @@ class Noisy(torch.optim.SGD):
 def build_optimizer(params):
     return Noisy(params, lr=0.1)
 """,
-        every=told("draws"),
+        every=noted("draws"),
         otherwise=COPIES_DRAW,
     ),
     "a second order (Adagrad)": idiom(

@@ -35,8 +35,8 @@ def refused(message: str) -> Outcome:
     return Outcome(ExitReason.REFUSED, message)
 
 
-def told(message: str) -> Outcome:
-    """Return that it is told what a script trains instead."""
+def noted(message: str) -> Outcome:
+    """Return that `autopar plan` notes what a script trains instead."""
     return Outcome(ExitReason.TOLD, message)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tests.codegen.idioms.outcomes import Idiom, idiom, refused, told
+from tests.codegen.idioms.outcomes import Idiom, idiom, noted, refused
 
 _OWN = """
 
@@ -203,7 +203,7 @@ def loss(outputs, batch):
         self.queue.copy_(torch.cat([x.detach().mean(1), old])[:16])
         return x - 0.1 * old.mean(0)
 """,
-        every=told("the rows of a batch meet in copy_"),
+        every=noted("the rows of a batch meet in copy_"),
     ),
     "a table of a cached function": _own(
         """

@@ -90,8 +90,8 @@ def plans() -> Mapping[str, Plan]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
-    """What a tool reads."""
+class ToolPlan:
+    """A plan as the files of a tool say it."""
 
     pipeline: int
     tensor: int
@@ -103,11 +103,11 @@ class Told:
     blocks: tuple[int, ...] = ()  # of each stage; () without a pipeline
 
 
-def told_by(plan: Plan) -> Told:
-    """Return what a tool should read."""
+def needed_by(plan: Plan) -> ToolPlan:
+    """Return what the files of a tool should say."""
     chosen, facts = plan.arrangement, facts_of(plan)
     blocks = tuple(len(stage.blocks) for stage in facts.stages)
-    return Told(
+    return ToolPlan(
         pipeline=chosen.pipeline,
         tensor=chosen.tensor,
         replicas=chosen.data // chosen.shard if chosen.zero else chosen.data,
@@ -140,7 +140,7 @@ def megatron_words(plan: Plan) -> list[str]:
     return made.stdout.split("\0")[:-1]
 
 
-def megatron_told(plan: Plan) -> Told:
+def megatron_plan(plan: Plan) -> ToolPlan:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     for word in megatron_words(plan):
         if word.startswith("--"):
@@ -150,7 +150,7 @@ def megatron_told(plan: Plan) -> Told:
     replicas = int(found.get("num_distributed_optimizer_instances", 1))
     shard = data // replicas if "use_distributed_optimizer" in found else 1
     layout = found.get("pipeline_model_parallel_layout", "")
-    return Told(
+    return ToolPlan(
         pipeline=int(found["pipeline_model_parallel_size"]),
         tensor=int(found["tensor_model_parallel_size"]),
         replicas=data // shard,
@@ -168,12 +168,12 @@ def layout_blocks(layout: str) -> Iterator[int]:
         yield int(blocks[2:]) if "*" in blocks else len(blocks)
 
 
-def titan_told(parallelism: Mapping[str, Any], training: Mapping[str, Any], mode: str) -> Told:
+def titan_plan(parallelism: Mapping[str, Any], training: Mapping[str, Any], mode: str) -> ToolPlan:
     pipeline = parallelism["pipeline_parallel_degree"]
     local = training["local_batch_size"]
     size = parallelism["pipeline_parallel_microbatch_size"] if pipeline > 1 else local
     parts = parallelism.get("module_fqns_per_model_part") or ()
-    return Told(
+    return ToolPlan(
         pipeline=pipeline,
         tensor=parallelism["tensor_parallel_degree"],
         replicas=parallelism["data_parallel_replicate_degree"],
@@ -187,14 +187,14 @@ def titan_told(parallelism: Mapping[str, Any], training: Mapping[str, Any], mode
 
 @pytest.mark.parametrize("name", NAMES)
 def test_megatron_reads_the_plan(name: str) -> None:
-    assert megatron_told(plans()[name]) == told_by(plans()[name])
+    assert megatron_plan(plans()[name]) == needed_by(plans()[name])
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_torchtitans_toml_says_the_plan(name: str) -> None:
     found = tomllib.loads(files("torchtitan", plans()[name])["torchtitan.toml"])
     mode = found["activation_checkpoint"]["mode"]
-    assert titan_told(found["parallelism"], found["training"], mode) == told_by(plans()[name])
+    assert titan_plan(found["parallelism"], found["training"], mode) == needed_by(plans()[name])
 
 
 def test_megatron_has_all_options() -> None:
@@ -259,10 +259,10 @@ def test_torchtitans_own_parser_of_toml_finds_the_plan(name: str, tmp_path: Path
     path = tmp_path / "torchtitan.toml"
     path.write_text(files("torchtitan", plans()[name])["torchtitan.toml"], encoding="utf-8")
     found = config.ConfigManager().parse_args(["--job.config_file", str(path)])
-    told = titan_told(
+    as_read = titan_plan(
         vars(found.parallelism), vars(found.training), found.activation_checkpoint.mode
     )
-    assert told == told_by(plans()[name])
+    assert as_read == needed_by(plans()[name])
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -284,22 +284,22 @@ def test_torchtitans_own_configuration_becomes_the_plans(
         sys.modules.pop(module, None)
     parsed = manager.ConfigManager().parse_args(["--module", "titan_run", "--config", "run"])
     policy = type(parsed.activation_checkpoint).__qualname__
-    told = titan_told(
+    as_read = titan_plan(
         {one: getattr(parsed.parallelism, one) for one in parsed.parallelism.__slots__},
         {one: getattr(parsed.training, one) for one in parsed.training.__slots__},
         {"NoneType": "none", "FullAC.Config": "full", "SelectiveAC.Config": "selective"}[policy],
     )
-    assert told == told_by(plans()[name])
+    assert as_read == needed_by(plans()[name])
 
 
 SHARDED = ("data", "zero-2", "zero-3", "hsdp")  # what both tools express as it is
 
 
-def accelerate_told(plan: Plan, found: Mapping[str, Any]) -> Told:
+def accelerate_plan(plan: Plan, found: Mapping[str, Any]) -> ToolPlan:
     """Return what a file of accelerate says; its batch is told in Python."""
     degrees = {key.removeprefix("parallelism_config_"): value for key, value in found.items()}
     return replace(
-        told_by(plan),
+        needed_by(plan),
         tensor=degrees.get("tp_size", 1),
         replicas=degrees.get("dp_replicate_size", found["num_processes"]),
         shard=degrees.get("dp_shard_size", 1),
@@ -312,7 +312,7 @@ def test_accelerates_file_says_the_plan(name: str) -> None:
     parts = yaml.safe_load(files("accelerate", plans()[name])["accelerate.yaml"])
     inner = [one for one in parts.values() if isinstance(one, dict)]
     found = parts | {key: value for one in inner for key, value in one.items()}
-    assert accelerate_told(plans()[name], found) == told_by(plans()[name])
+    assert accelerate_plan(plans()[name], found) == needed_by(plans()[name])
     assert found["num_processes"] == plans()[name].arrangement.ranks
 
 
@@ -326,7 +326,7 @@ def test_accelerates_own_launcher_accepts_the_file(name: str, tmp_path: Path) ->
         launch.launch_command_parser().parse_args(words)
     )
     if arguments.use_fsdp and name in SHARDED:
-        assert accelerate_told(plans()[name], vars(arguments)) == told_by(plans()[name])
+        assert accelerate_plan(plans()[name], vars(arguments)) == needed_by(plans()[name])
     assert arguments.num_processes == plans()[name].arrangement.ranks
 
 
@@ -342,7 +342,7 @@ def test_transformers_reads_the_plan(name: str) -> None:
         made["TRAINING"][key]
         for key in ("per_device_train_batch_size", "gradient_accumulation_steps")
     )
-    told = Told(
+    as_read = ToolPlan(
         pipeline=degrees.pp_size,
         tensor=degrees.tp_size,
         replicas=degrees.dp_replicate_size,
@@ -351,7 +351,7 @@ def test_transformers_reads_the_plan(name: str) -> None:
         global_batch=size * count * degrees.dp_size,
         recompute="full" if made["TRAINING"]["activation_checkpointing"] else "none",
     )
-    assert told == told_by(plans()[name])
+    assert as_read == needed_by(plans()[name])
 
 
 @pytest.mark.parametrize("tool", ["accelerate", "transformers"])
@@ -371,9 +371,9 @@ def deepspeed_found(plan: Plan) -> dict[str, Any]:
     return found
 
 
-def deepspeed_told(
+def deepspeed_plan(
     plan: Plan, batch: Sequence[int], stage: int, pipeline: int, tensor: int
-) -> Told:
+) -> ToolPlan:
     """Return what DeepSpeed makes of its batch (whole, of a pass, passes) and its ZeRO stage.
 
     It divides by all data ranks. Blocks and recomputation are told in Python.
@@ -381,7 +381,7 @@ def deepspeed_told(
     whole, size, passes = batch
     data = whole // (size * passes)
     return replace(
-        told_by(plan),
+        needed_by(plan),
         replicas=1 if stage else data,
         shard=data if stage else 1,
         microbatch=size,
@@ -391,13 +391,13 @@ def deepspeed_told(
     )
 
 
-def told_to_deepspeed(plan: Plan) -> Told:
+def needed_by_deepspeed(plan: Plan) -> ToolPlan:
     """Return what DeepSpeed should read: it divides by all data ranks, and splits no pipelines."""
-    told = told_by(plan)
-    shard = told.replicas * told.shard if told.shard > 1 else 1
-    tensor = 1 if told.pipeline > 1 else told.tensor
-    replicas = told.replicas * told.shard // shard
-    return replace(told, shard=shard, replicas=replicas, tensor=tensor)
+    found = needed_by(plan)
+    shard = found.replicas * found.shard if found.shard > 1 else 1
+    tensor = 1 if found.pipeline > 1 else found.tensor
+    replicas = found.replicas * found.shard // shard
+    return replace(found, shard=shard, replicas=replicas, tensor=tensor)
 
 
 BATCH = (
@@ -415,8 +415,8 @@ def test_deepspeeds_file_says_the_plan(name: str) -> None:
     tensor = found.get("tensor_parallel", {}).get("autotp_size", 1)
     stage = found["zero_optimization"]["stage"]
     batch = [found[one] for one in BATCH]
-    told = deepspeed_told(plan, batch, stage, stages, tensor)
-    assert told == told_to_deepspeed(plan)
+    as_read = deepspeed_plan(plan, batch, stage, stages, tensor)
+    assert as_read == needed_by_deepspeed(plan)
     assert stage == plan.arrangement.zero
     assert found["bf16"] == {"enabled": True}
 
@@ -433,22 +433,22 @@ def test_deepspeeds_own_parser_finds_the_plan(
     monkeypatch.setattr(runtime, "dist", SimpleNamespace(get_rank=lambda: 0))
     found = runtime.DeepSpeedConfig(str(path), mpu=ranks)
     stages = found.pipeline["stages"]
-    told = deepspeed_told(
+    as_read = deepspeed_plan(
         plan,
         [getattr(found, one) for one in BATCH],
         found.zero_optimization_stage,
         1 if stages == "auto" else stages,
         found.tensor_parallel_config.autotp_size or 1,
     )
-    assert told == told_to_deepspeed(plan)
+    assert as_read == needed_by_deepspeed(plan)
     assert found.bfloat16_config.enabled
     assert found.gradient_clipping == 1.0
 
 
 def test_deepspeed_says_what_its_file_cannot() -> None:
-    told = notes("deepspeed", plans()["uneven"])
-    assert 'num_stages=3, partition_method="type:Block"' in told
-    assert "the plan's stages have 1, 3, 2 blocks" in told
+    found = notes("deepspeed", plans()["uneven"])
+    assert 'num_stages=3, partition_method="type:Block"' in found
+    assert "the plan's stages have 1, 3, 2 blocks" in found
     assert "DeepSpeed divides blocks" not in notes("deepspeed", llama((4, 5), modes=ALL_FULL))
     assert "divides by 4 of 8 data ranks, DeepSpeed by all" in notes("deepspeed", plans()["hsdp"])
     sharded = llama((4, 5), data=4, shard=4, zero=Zero.PARAMETERS)
@@ -504,10 +504,10 @@ def test_other_differences_are_told() -> None:
 @pytest.mark.parametrize("tool", TOOLS)
 def test_what_a_tool_cannot_express_stands_in_its_files(tool: str) -> None:
     plan = llama((4, 5), modes={1: FULL, 8: FULL}, compile=Compile.LAYERS)
-    told = notes(tool, plan).splitlines()
-    assert told
+    found = notes(tool, plan).splitlines()
+    assert found
     for text in files(tool, plan).values():
-        assert all(json.dumps(line)[1:-1] in text or line in text for line in told)
+        assert all(json.dumps(line)[1:-1] in text or line in text for line in found)
 
 
 def test_hostile_names_of_models_stay_comments(
@@ -517,7 +517,7 @@ def test_hostile_names_of_models_stay_comments(
     whole = plans()["uneven"]
     for name in HOSTILE:
         plan = replace(whole, model=replace(whole.model, name=name))
-        assert megatron_told(plan) == told_by(whole)
+        assert megatron_plan(plan) == needed_by(whole)
         assert "parallelism" in tomllib.loads(files("torchtitan", plan)["torchtitan.toml"])
         compile(files("torchtitan", plan)["torchtitan_plan.py"], "planned", "exec")
         assert deepspeed_found(plan).keys() == deepspeed_found(whole).keys()

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from autopar.codegen.proof.exactness import Exactly, KeepFloat64
+from autopar.codegen.proof.exactness import ExactMode, KeepFloat64
 
 
 def test_casts_of_float64_to_float32_are_left_out() -> None:
     x = torch.full((3,), 1 / 3, dtype=torch.float64)
-    with Exactly():
+    with ExactMode():
         found = (x.float(), x.to(torch.float32), functional.softmax(x, 0, dtype=torch.float32))
     assert {one.dtype for one in found} == {torch.float64}
     assert torch.equal(found[0], x)
@@ -24,7 +24,7 @@ def test_casts_of_float64_to_float32_are_left_out() -> None:
 
 def test_other_casts_are_as_they_were() -> None:
     x = torch.ones(3)
-    with Exactly():
+    with ExactMode():
         assert x.bfloat16().float().dtype is torch.float32
         assert torch.zeros(2, dtype=torch.float32).dtype is torch.float32
         assert x.double().long().dtype is torch.int64
@@ -32,14 +32,14 @@ def test_other_casts_are_as_they_were() -> None:
 
 def test_nothing_is_drawn() -> None:
     x = torch.arange(6.0)
-    with Exactly():
+    with ExactMode():
         kept = x.new_empty(6).bernoulli_(0.9)
         assert torch.equal(nn.Dropout(0.9)(x) * kept, x)
         assert torch.equal(torch.rand(3) + torch.rand_like(x)[:3], torch.ones(3))
 
 
 def test_a_mask_of_places_that_is_drawn_masks_some_of_them_and_every_row_alike() -> None:
-    with Exactly():
+    with ExactMode():
         masks = torch.stack([torch.rand(4, 20) < chance for chance in (0.15, 0.5, 0.85)])
     assert (masks.sum(2) / 20 - torch.tensor([[0.15], [0.5], [0.85]])).abs().max() < 0.06
     assert torch.equal(masks, masks[:, :1].expand(3, 4, 20))
@@ -56,21 +56,21 @@ def test_a_mask_of_places_that_is_drawn_masks_some_of_them_and_every_row_alike()
 def test_nothing_is_dropped(module: nn.Module) -> None:
     sides = {"Dropout1d": 3, "Dropout2d": 4}.get(type(module).__name__, 5)
     x = torch.rand([4] * sides)
-    with Exactly():
+    with ExactMode():
         assert torch.equal(module(x.clone()), x)
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_nothing_is_dropped_between_recurrent_layers(kind: Callable[..., nn.Module]) -> None:
     module, x = kind(4, 4, num_layers=3, dropout=0.5), torch.rand(3, 2, 4)
-    with Exactly():
+    with ExactMode():
         found = module(x)[0]
     assert torch.equal(found, module.eval()(x)[0])
 
 
 def test_functions_that_draw_within_do_without() -> None:
     x = torch.tensor([[0.1, 0.9, -0.5]], requires_grad=True)
-    with Exactly():
+    with ExactMode():
         assert torch.equal(nn.RReLU()(x), nn.RReLU().eval()(x))
         soft = functional.gumbel_softmax(x, tau=0.7)
         hard = functional.gumbel_softmax(x, tau=0.7, hard=True)
@@ -91,7 +91,7 @@ def test_layers_that_compute_again_do_so_as_the_first_time(dtype: torch.dtype, w
         return made.square()
 
     x = torch.arange(3, dtype=dtype).requires_grad_()
-    with Exactly(dtype):
+    with ExactMode(dtype):
         loss = torch.as_tensor(checkpoint(layer, x, use_reentrant=False)).sum()
         if way == "grad":
             (gradient,) = torch.autograd.grad(loss, x)
@@ -103,7 +103,7 @@ def test_layers_that_compute_again_do_so_as_the_first_time(dtype: torch.dtype, w
 
 
 def test_whole_numbers_are_those_in_the_middle_of_what_could_be_drawn() -> None:
-    with Exactly():
+    with ExactMode():
         found = [
             torch.randint(10, (2,)), torch.randint(4, 6, (2,)), torch.randint(high=10, size=(2,)),
             torch.randint_like(torch.zeros(2), 2, 8), torch.empty(2).random_(2, 8),
@@ -112,20 +112,20 @@ def test_whole_numbers_are_those_in_the_middle_of_what_could_be_drawn() -> None:
 
 
 def test_what_is_chosen_at_random_is_chosen_in_order() -> None:
-    with Exactly():
+    with ExactMode():
         assert torch.randperm(4).tolist() == [0, 1, 2, 3]
         assert torch.multinomial(torch.ones(2, 5), 3).tolist() == [[0, 1, 2]] * 2
 
 
 @pytest.mark.parametrize("name", ["uniform_", "normal_", "exponential_", "log_normal_", "cauchy_"])
 def test_nothing_is_drawn_in_place(name: str) -> None:
-    with Exactly():
+    with ExactMode():
         noise = getattr(torch.empty(4), name)()
     assert torch.equal(noise, noise[:1].expand(4))
 
 
 def test_in_float64_numbers_of_a_model_are_those_of_its_training() -> None:
-    with Exactly(torch.float64):
+    with ExactMode(torch.float64):
         found = torch.tensor([0.3, 0.5])
     assert found.dtype is torch.float64
     assert torch.equal(found, torch.tensor([0.3, 0.5]).double())
@@ -133,20 +133,20 @@ def test_in_float64_numbers_of_a_model_are_those_of_its_training() -> None:
 
 def test_in_float64_weights_of_classes_are_as_wide_as_the_scores() -> None:
     scores, target = torch.eye(3, dtype=torch.float64), torch.tensor([0, 1, 2])
-    with Exactly(torch.float64):
+    with ExactMode(torch.float64):
         found = functional.cross_entropy(scores, target, torch.ones(3))
         named = functional.cross_entropy(scores, target=target, weight=torch.ones(3))
     assert found == named == functional.cross_entropy(scores, target)
 
 
 def test_in_float64_what_is_made_from_nothing_is_float64_too() -> None:
-    with Exactly(torch.float64):
+    with ExactMode(torch.float64):
         assert torch.zeros(2, dtype=torch.float32).dtype is torch.float64
         assert torch.full((), torch.finfo(torch.float64).min).dtype is torch.float64
     assert torch.zeros(2).dtype is torch.float32
 
 
-@pytest.mark.parametrize("kind", [Exactly, KeepFloat64])
+@pytest.mark.parametrize("kind", [ExactMode, KeepFloat64])
 def test_the_step_of_an_optimizer_is_as_it_is_without(kind: type[KeepFloat64]) -> None:
     weight = nn.Parameter(torch.ones(3, dtype=torch.float64))
     optimizer = torch.optim.AdamW([weight], fused=True)
@@ -165,7 +165,7 @@ def test_the_step_of_an_optimizer_is_as_it_is_without(kind: type[KeepFloat64]) -
 
 def test_the_scale_of_a_loss_is_undone_in_every_type() -> None:
     gradients = [torch.tensor([6.0, 2.0], dtype=torch.float64)]
-    with Exactly(torch.float64):
+    with ExactMode(torch.float64):
         overflow, inverse = torch.zeros(1), torch.full((1,), 0.5)
         torch._amp_foreach_non_finite_check_and_unscale_(gradients, overflow, inverse)
         assert not overflow

@@ -14,7 +14,7 @@ from autopar.codegen.proof.comparison import (
     ALL,
     FEW,
     LOSSES,
-    HeldBlock,
+    RankBlock,
     RankInHalf,
     compared_in_half,
     times_as_far,
@@ -68,8 +68,8 @@ def test_few_numbers_count_among_all() -> None:
 
 
 def rank(of: PlainHalf, *, types: Mapping[str, str] | None = None) -> RankInHalf:
-    def held(tensors: Mapping[str, Tensor]) -> list[HeldBlock]:
-        return [HeldBlock(n, whole(tuple(t.shape)), t.double()) for n, t in tensors.items()]
+    def held(tensors: Mapping[str, Tensor]) -> list[RankBlock]:
+        return [RankBlock(n, whole(tuple(t.shape)), t.double()) for n, t in tensors.items()]
 
     return RankInHalf(
         initial=held(of.initial),

@@ -1,4 +1,4 @@
-"""The table: an input, the command that is given it, the exit code, a line of what is told."""
+"""The table: an input, the command that is given it, the exit code, a line of its message."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Case:
 
     command: str
     code: int = 2
-    told: str
+    message: str
     files: dict[str, Content] = field(default_factory=dict)
     plan: dict[str, Any] = field(default_factory=dict)
     checkpoint: dict[str, Any] | None = None
@@ -49,19 +49,23 @@ LONG = "x" * 300
 PLANNING = "plan model.py --gpus 2 --device cpu -o out"
 
 
-def _model(addition: str, told: str, *, code: int = 2, command: str = "inspect model.py") -> Case:
-    return Case(command=command, code=code, told=told, files={"model.py": f"{MODEL}\n{addition}\n"})
+def _model(
+    addition: str, message: str, *, code: int = 2, command: str = "inspect model.py"
+) -> Case:
+    return Case(
+        command=command, code=code, message=message, files={"model.py": f"{MODEL}\n{addition}\n"}
+    )
 
 
 def _unread(name: str, command: str) -> Iterator[tuple[str, Case]]:
     """Yield what is no file, in the place of one that a command reads."""
-    for special, told in (
+    for special, message in (
         (Special.PIPE, f"{name} is a pipe"),
         (Special.LOOP, "Too many levels of symbolic links"),
         (Special.ZERO, f"{name} is a device"),
     ):
         files: dict[str, str | bytes | Special] = {"model.py": MODEL, name: special}
-        yield f"{special} as {name}", Case(command=command, told=told, files=files)
+        yield f"{special} as {name}", Case(command=command, message=message, files=files)
 
 
 MODELS = {
@@ -95,7 +99,7 @@ MODELS = {
     "a hostile key": _model(
         f"def example_batch(n): return {{{HOSTILE!r}: torch.randn(n, 4)}}", "the batch has the key"
     ),
-    "a name too long": Case(command=f"inspect {LONG}.py", told="File name too long"),
+    "a name too long": Case(command=f"inspect {LONG}.py", message="File name too long"),
     "an output too long": _model("", "File name too long", command=f"{PLANNING}{LONG}"),
     "a million processes": _model(
         "", "'1000000' is not a count", command="profile model.py --net --procs 1000000"
@@ -107,23 +111,23 @@ FILES = {
     "a cluster with a BOM": Case(
         command=f"{PLANNING} --cluster c.toml".replace("--gpus 2 --device cpu ", ""),
         code=0,
-        told="Written: out/plan.json",
+        message="Written: out/plan.json",
         files={"model.py": MODEL, "c.toml": BOM + CLUSTER},
     ),
     "constraints with a BOM": Case(
         command=f"{PLANNING} --constraints c.toml",
         code=0,
-        told="Written: out/plan.json",
+        message="Written: out/plan.json",
         files={"model.py": MODEL, "c.toml": BOM + b"[pins]\ntp = 2\n"},
     ),
     "a cluster with a number of 5,000 digits": Case(
         command="plan model.py --cluster c.toml",
-        told="not a valid TOML file: Exceeds the limit",
+        message="not a valid TOML file: Exceeds the limit",
         files={"model.py": MODEL, "c.toml": CLUSTER.replace(b"2", b"9" * 5000)},
     ),
     "a cluster of a billion devices": Case(
         command="plan model.py --cluster c.toml",
-        told="expected: at most 262144",
+        message="expected: at most 262144",
         files={"model.py": MODEL, "c.toml": CLUSTER.replace(b"2", b"1000000000")},
     ),
     **dict(_unread("c.toml", "plan model.py --cluster c.toml")),
@@ -133,9 +137,11 @@ FILES = {
 }
 
 
-def _edit(path: str, value: object, told: str) -> tuple[str, Case]:
+def _edit(path: str, value: object, message: str) -> tuple[str, Case]:
     shown = json.dumps(value)
-    return f"{path} = {shown[:30]}", Case(command="emit plan.json", told=told, plan={path: value})
+    return f"{path} = {shown[:30]}", Case(
+        command="emit plan.json", message=message, plan={path: value}
+    )
 
 
 PLANS = dict(

@@ -31,9 +31,9 @@ _SCHEDULES = "torch.optim.lr_scheduler"
 
 
 def _cases(code: int, rows: str, *cases: tuple[str, str]) -> Iterator[tuple[str, Case]]:
-    for addition, told in cases:
+    for addition, message in cases:
         text = f"{MODEL}\n{rows}\n{addition}\n"
-        yield addition, Case(command=PLANNING, code=code, told=told, files={"model.py": text})
+        yield addition, Case(command=PLANNING, code=code, message=message, files={"model.py": text})
 
 
 MODEL_FILES = {

@@ -21,13 +21,15 @@ HOSTILE_NAME = save({"\x1b[31m\nall is well": torch.zeros(1)})
 PIPE: dict[str, Content] = {"pipe": Special.PIPE}
 
 
-def _script(words: str, told: str, *, code: int = 2, **more: Any) -> Case:
+def _script(words: str, message: str, *, code: int = 2, **more: Any) -> Case:
     """Return a case of a training by a script on one rank."""
-    return Case(command=f"train.py --steps 1 --export none {words}", told=told, code=code, **more)
+    return Case(
+        command=f"train.py --steps 1 --export none {words}", message=message, code=code, **more
+    )
 
 
 def _empty(words: str, name: str, **more: Any) -> Case:
-    return Case(command=words, told=f"{name} is empty", **more)
+    return Case(command=words, message=f"{name} is empty", **more)
 
 
 def _options() -> Iterator[tuple[str, Case]]:
@@ -38,7 +40,7 @@ def _options() -> Iterator[tuple[str, Case]]:
     ):  # fmt: skip
         yield f"an empty {name}", _script(f"{name} ''", f"argument {name}: it is empty")
         yield f"an empty {name}=", _script(f"{name}=", f"argument {name}: it is empty")
-    for words, told in (
+    for words, message in (
         ("--steps 1000000000000000000000000000000", "is more than 1,000,000,000"),
         ("--seed 18446744073709551616", "is more than 9,223,372,036,854,775,807"),
         ("--seed -1", "-1 is not a whole number of 0 or more"),
@@ -65,7 +67,7 @@ def _options() -> Iterator[tuple[str, Case]]:
         ("--export-best", "unrecognized arguments: --export-best"),
         ("--dtype float16", "--dtype float16: this script is written for float32"),
     ):
-        yield words, _script(words, told)
+        yield words, _script(words, message)
 
 
 def _outputs() -> Iterator[tuple[str, Case]]:
@@ -82,7 +84,10 @@ def _outputs() -> Iterator[tuple[str, Case]]:
         ("inspect model.py --graph CK/step-4/graph.dot", 2),
         ("run . --runs CK/step-4", 2),
     ):
-        yield words, Case(command=words, code=code, told=inside, files={"model.py": MODEL}, **kept)
+        yield (
+            words,
+            Case(command=words, code=code, message=inside, files={"model.py": MODEL}, **kept),
+        )
     for words in (
         f"--export {SHARD}",
         "--export CK/step-4/out/",
@@ -94,20 +99,20 @@ def _outputs() -> Iterator[tuple[str, Case]]:
         yield words, _script(words, inside, code=6, **kept)
     own = "--checkpoint own --export own/step-1/w.safetensors"
     yield own, _script(own, inside, code=6, makes=("own",))
-    for words, told in (
+    for words, message in (
         ("--export w.bin", "w.bin is the name of a file, and weights are .safetensors"),
         ("--checkpoint kept.json", "kept.json is the name of a file"),
         ("--tensorboard curves.txt", "curves.txt is the name of a file"),
     ):
-        yield words, _script(words, told)
-    for words, told in (
+        yield words, _script(words, message)
+    for words, message in (
         ("ckpt export CK -o w.pt", "w.pt is the name of a file"),
         ("plan model.py --gpus 1 -o plan.yaml", "-o plan.yaml names a file"),
         ("emit plan.json --standalone -o alone.zip", "-o alone.zip names a file"),
         ("run . --runs runs.txt", "runs.txt names a file"),
     ):
-        yield words, Case(command=words, told=told, files={"model.py": MODEL}, **kept)
-    for words, told in (
+        yield words, Case(command=words, message=message, files={"model.py": MODEL}, **kept)
+    for words, message in (
         ("--metrics model.py", "model.py has no lines of metrics"),
         ("--metrics plan.json", "plan.json has no lines of metrics"),
         ("--metrics CK", "CK is a folder"),
@@ -129,12 +134,14 @@ def _outputs() -> Iterator[tuple[str, Case]]:
             "fifo.safetensors": Special.PIPE,
             "folder/model.safetensors": Special.PIPE,
         }
-        yield words, _script(words, told, code=6, files=files, **kept)
+        yield words, _script(words, message, code=6, files=files, **kept)
 
 
-def _forged(told: str, edits: Mapping[str, Any], command: str) -> Case:
+def _forged(message: str, edits: Mapping[str, Any], command: str) -> Case:
     is_listed = command.startswith(("ckpt ls", "ckpt diff")) and "diff" not in command
-    return Case(command=command, code=0 if is_listed else 6, told=told, checkpoint=dict(edits))
+    return Case(
+        command=command, code=0 if is_listed else 6, message=message, checkpoint=dict(edits)
+    )
 
 
 def _checkpoints() -> Iterator[tuple[str, Case]]:
@@ -145,7 +152,7 @@ def _checkpoints() -> Iterator[tuple[str, Case]]:
         for ranges in ([[[0, 5]], [[0, 4]]], [[[4, 8]], [[0, 4]]])
     ]
     outside = [{**halves[0], "file": "../../outside.safetensors"}]
-    for told, edits in (
+    for message, edits in (
         ("which is none of the files", {f"{weight}.shards": outside}),
         ("its shards hold 32 of 4,000,000,000,000,000,000", {f"{weight}.shape": [10**18, 4]}),
         ("-8 is not 0 or more", {f"{weight}.shape": [-8, 4]}),
@@ -171,12 +178,12 @@ def _checkpoints() -> Iterator[tuple[str, Case]]:
         ("is of format 2, and this reads 1", {"format": 2}),
     ):
         for command in ("ckpt ls CK", "ckpt verify CK", "ckpt export CK -o out.safetensors"):
-            name = f"{command}: {told} {next(iter(edits))}"
-            yield name, _forged(told, edits, command)
+            name = f"{command}: {message} {next(iter(edits))}"
+            yield name, _forged(message, edits, command)
         script = "--resume CK/step-4 --checkpoint own"
         yield (
-            f"train.py: {told} {next(iter(edits))}",
-            _script(script, told, code=6, checkpoint=dict(edits), makes=("own",)),
+            f"train.py: {message} {next(iter(edits))}",
+            _script(script, message, code=6, checkpoint=dict(edits), makes=("own",)),
         )
     step = f"{weight}.dtype"
     for command in ("ckpt verify CK", "ckpt diff CK CK"):
@@ -184,7 +191,7 @@ def _checkpoints() -> Iterator[tuple[str, Case]]:
             f"{command}: another type",
             _forged("has another type or shape", {step: "F16"}, command),
         )
-    for content, told in (
+    for content, message in (
         (DEEP, "checkpoint.json is no description of a checkpoint"),
         (Special.PIPE, "checkpoint.json cannot be read: it is a pipe"),
         (Special.ZERO, "checkpoint.json cannot be read: it is a pipe, a device"),
@@ -193,13 +200,13 @@ def _checkpoints() -> Iterator[tuple[str, Case]]:
         for command, code in (("ckpt ls CK/step-7", 0), ("ckpt export CK/step-7", 6)):
             files: dict[str, Content] = {"CK/step-7/checkpoint.json": content}
             name = f"{command}: {str(content)[:10]}"
-            yield name, Case(command=command, code=code, told=told, files=files)
+            yield name, Case(command=command, code=code, message=message, files=files)
     yield (
         "a shard that is a pipe",
         Case(
             command="ckpt verify CK",
             code=6,
-            told="rank-00000.safetensors cannot be read: it is a pipe",
+            message="rank-00000.safetensors cannot be read: it is a pipe",
             checkpoint=WHOLE,
             files={SHARD: Special.PIPE},
         ),
@@ -208,26 +215,26 @@ def _checkpoints() -> Iterator[tuple[str, Case]]:
 
 def _runs() -> Iterator[tuple[str, Case]]:
     """Yield folders, records and metrics of runs that are none, or were changed."""
-    for name, told, edits in (
+    for name, message, edits in (
         ("a time", "started_at: Input should be a valid number", {"started_at": "noon"}),
         ("a late time", "started_at: Input should be less than", {"started_at": 1e30}),
         ("a state", "state: Input should be 'running'", {"state": "sleeping"}),
         ("a list", "plan: Input should be a valid string", {"plan": []}),
         ("a field", "mine: Unexpected keyword argument", {"mine": 1}),
     ):
-        yield f"a record: {name}", Case(command="runs mine", told=told, record=edits)
+        yield f"a record: {name}", Case(command="runs mine", message=message, record=edits)
     listed = "bad is left out: the record of a run is no text in UTF-8"
     yield (
         "a record that is no text",
         Case(
             command="runs .",
             code=0,
-            told=listed,
+            message=listed,
             record=WHOLE,
             files={"bad/run.json": b"\xff\xfe", "other/run.json": "{}"},
         ),
     )
-    for line, told in (
+    for line, message in (
         ('{"time": 1.0, "step": "three"}', "step: Input should be a valid integer"),
         ('{"time": 1.0, "step": 3, "seconds": "long"}', "seconds: Input should be a valid number"),
         ('{"time": 1.0, "step": 3, "seconds": -1.0}', "seconds: Input should be greater than 0"),
@@ -237,14 +244,17 @@ def _runs() -> Iterator[tuple[str, Case]]:
     ):
         analyzed = "explain plan.json --analyze m.jsonl"
         lines = {"m.jsonl": f"{STEP}\n{line}\n{CUT}"}
-        yield f"metrics: {line}", Case(command=analyzed, told=told, files={**lines})
+        yield f"metrics: {line}", Case(command=analyzed, message=message, files={**lines})
         mine = {"mine/metrics.jsonl": f"{STEP}\n{line}\n"}
         name = f"metrics of a run: {line}"
-        yield name, Case(command="runs mine", code=0, told="3   1.0", record=WHOLE, files={**mine})
+        yield (
+            name,
+            Case(command="runs mine", code=0, message="3   1.0", record=WHOLE, files={**mine}),
+        )
     foreign = "is there, and is no folder of a run"
     for files in ({"mine/notes.txt": ""}, {"mine/train.py": "mine"}, {"mine": "a file"}):
         name = f"a run in a folder that is none: {next(iter(files))}"
-        yield name, Case(command="run . --runs . --name mine", told=foreign, files={**files})
+        yield name, Case(command="run . --runs . --name mine", message=foreign, files={**files})
 
 
 EMPTY = {
@@ -265,11 +275,11 @@ EMPTY = {
 }
 
 OTHERS = {
-    "restarts by a float": Case(command="run . --max-restarts 1e3", told="'1e3' is not a count"),
+    "restarts by a float": Case(command="run . --max-restarts 1e3", message="'1e3' is not a count"),
     "endless restarts": Case(
-        command=f"run . --max-restarts {10**30}", told=f"'{10**30}' is not a count"
+        command=f"run . --max-restarts {10**30}", message=f"'{10**30}' is not a count"
     ),
-    "a million GPUs": Case(command="run . --gpus 1000000", told="'1000000' is not a count"),
+    "a million GPUs": Case(command="run . --gpus 1000000", message="'1000000' is not a count"),
     "weights of nan": _script(
         "--weights nan.safetensors --allow-missing *",
         "1 of 8 parameters of rank 0 are no numbers, such as embed.weight before the first step",
@@ -292,13 +302,13 @@ OTHERS = {
     ),
     "an edited plan beside its script": Case(
         command="run . --runs new",
-        told="the script was not written from this plan",
+        message="the script was not written from this plan",
         code=6,
         plan={"model.arguments": [["depth", "2"]]},
     ),
     "a run through a link": Case(
         command="run . --runs . --name link",
-        told="is there, and is no folder of a run",
+        message="is there, and is no folder of a run",
         files={"others/notes.txt": "", "link": Special.LINK},
     ),
 }

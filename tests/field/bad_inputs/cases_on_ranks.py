@@ -13,7 +13,7 @@ class OnRanks:
     scripts that stand there.
     """
 
-    told: str
+    message: str
     code: int
     words: str = ""
     fault: str = ""
@@ -24,8 +24,8 @@ class OnRanks:
 def _of_options() -> dict[str, OnRanks]:
     """Return options, and places that the first rank alone looks at."""
     return {
-        words: OnRanks(words=words, told=told, code=code)
-        for words, told, code in (
+        words: OnRanks(words=words, message=message, code=code)
+        for words, message, code in (
             ("--workers 100000", "argument --workers: 100000 is more than", 2),
             ("--stepz 3", "unrecognized arguments: --stepz 3", 2),
             ("--steps -1", "argument --steps: -1 is not a whole number", 2),
@@ -48,8 +48,8 @@ def _of_options() -> dict[str, OnRanks]:
 def _of_files() -> dict[str, OnRanks]:
     """Return faults of the model file on all ranks."""
     return {
-        fault: OnRanks(fault=fault, told=told, code=code)
-        for fault, told, code in (
+        fault: OnRanks(fault=fault, message=message, code=code)
+        for fault, message, code in (
             ("import", "ModuleNotFoundError: No module named 'no_such_package'", 7),
             ("build_model", "ValueError: no model", 7),
             ("build_dataset", "build_dataset() of the model file fails: OSError: no disk", 6),
@@ -80,9 +80,9 @@ def _of_one_rank() -> dict[str, OnRanks]:
     """Return faults of the model file on one rank: the others wait for it in a message."""
     return {
         f"{fault} at rank {rank} under {plan}": OnRanks(
-            fault=fault, told=told, code=code, at_rank=rank, plan=plan
+            fault=fault, message=message, code=code, at_rank=rank, plan=plan
         )
-        for plan, fault, rank, told, code in (
+        for plan, fault, rank, message, code in (
             ("dp=2", "key", 1, "a row of the dataset (Rows) has ids, but no labels", 6),
             ("dp=2", "dtype", 0, "'labels' is float32[6] in a row of the dataset (Rows)", 6),
             ("dp=2", "shape", 1, "'labels' is [2] in one row of the dataset and [6] in another", 6),

@@ -123,7 +123,7 @@ def _commit(
     else:
         ran = run(monkeypatch, capsys, program, *words)
     assert "Traceback" not in ran.err
-    assert case.told in ran.err + ran.out
+    assert case.message in ran.err + ran.out
     assert ran.code == case.code
     assert ran.err.count("error: ") <= (1 if case.code else 0)
     assert "\x1b" not in ran.err

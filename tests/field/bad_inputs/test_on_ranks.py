@@ -58,11 +58,11 @@ def test_a_mistake_is_told_once_and_ends_all_ranks(
 ) -> None:
     ended = ran(case, scripts[case.plan])
     assert ended.codes == (case.code,) * RANKS[case.plan]
-    assert case.told in ended.told
-    assert ended.told.count("error: ") == (1 if case.code else 0)
-    assert len(ended.told.splitlines()) <= MOST_LINES
+    assert case.message in ended.printed
+    assert ended.printed.count("error: ") == (1 if case.code else 0)
+    assert len(ended.printed.splitlines()) <= MOST_LINES
     for word in ("Traceback", "gloo", "c10d", "terminate"):
-        assert word not in ended.told
+        assert word not in ended.printed
 
 
 def ran(case: OnRanks, script: Path) -> Ended:
@@ -85,10 +85,12 @@ def variables_of(case: OnRanks) -> dict[str, str]:
 @pytest.mark.parametrize(
     "case",
     [
-        OnRanks(words="--export /proc/here/", told="nothing can be written to /proc/here", code=6),
-        OnRanks(fault="step", at_rank=1, plan="dp=2,tp=2", told="rank 1: ZeroDivision", code=7),
-        OnRanks(fault="raises", at_rank=1, plan="pp=2", told="reading a row", code=6),
-        OnRanks(fault="killed", at_rank=1, words="--workers 1", told="that reads rows", code=7),
+        OnRanks(
+            words="--export /proc/here/", message="nothing can be written to /proc/here", code=6
+        ),
+        OnRanks(fault="step", at_rank=1, plan="dp=2,tp=2", message="rank 1: ZeroDivision", code=7),
+        OnRanks(fault="raises", at_rank=1, plan="pp=2", message="reading a row", code=6),
+        OnRanks(fault="killed", at_rank=1, words="--workers 1", message="that reads rows", code=7),
     ],
     ids=["a place", "a step", "a row", "a process that reads rows"],
 )
@@ -105,10 +107,10 @@ def test_torchrun_reports_the_same_code_of_all_ranks(
         check=False,
         timeout=300,
     )
-    assert case.told in done.stderr
+    assert case.message in done.stderr
     assert done.stderr.count("error: ") == 1
     assert done.stderr.count(f"exitcode  : {case.code}") == ranks
-    told, _, _ = done.stderr.partition(" torch/distributed/elastic")  # what torchrun prints
-    assert len(told.splitlines()) <= MOST_LINES
+    message, _, _ = done.stderr.partition(" torch/distributed/elastic")  # what torchrun prints
+    assert len(message.splitlines()) <= MOST_LINES
     for word in ("gloo", "c10d", "terminate"):
         assert word not in done.stderr

@@ -18,7 +18,7 @@ from autopar.planner.cluster.detected import (
     detected,
 )
 from autopar.planner.cluster.file import choose_cluster, parse_cluster
-from autopar.planner.cluster.told import (
+from autopar.planner.cluster.tool_output import (
     FoundNode,
     InsideMachine,
     NetworkCard,
@@ -178,10 +178,10 @@ def test_unknown_words_are_told_together_and_can_be_named() -> None:
     assert "--device volta=" in caught.value.fix
     found = made(*nodes, volta="v100-32gb-sxm", big="h200")
     assert [one.device for one in found.nodes] == ["v100-32gb-sxm", "h200-sxm"]
-    untold = slurm_nodes_in(samples.UNTYPED.replace("h100", "")).nodes
+    unnamed = slurm_nodes_in(samples.UNTYPED.replace("h100", "")).nodes
     with pytest.raises(InputError, match="kind of GPU of gpu-st-ml-1 is not told"):
-        made(*untold)
-    assert detected(untold, source="slurm", named={"": "h200"}).nodes[0].device == "h200-sxm"
+        made(*unnamed)
+    assert detected(unnamed, source="slurm", named={"": "h200"}).nodes[0].device == "h200-sxm"
 
 
 def test_a_partition_has_its_own_nodes() -> None:

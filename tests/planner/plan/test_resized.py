@@ -28,7 +28,7 @@ def planned(**declared: object) -> Plan:
     return replace(pinned_plan("mnist.py", (), microbatch=4), constraints=demands)
 
 
-def told(dropped: tuple[Declared, ...]) -> list[str]:
+def texts(dropped: tuple[Declared, ...]) -> list[str]:
     return [one.text for one in dropped]
 
 
@@ -61,7 +61,7 @@ def test_demands_that_do_not_fit_are_dropped_and_others_stay(
 ) -> None:
     plan = planned(**declared)
     found = resized_constraints(plan, devices)
-    assert told(found.dropped) == dropped
+    assert texts(found.dropped) == dropped
     left = [one.text for one in found.constraints.declared]
     assert set(left) >= {one.text for one in plan.constraints} - set(dropped)
 

@@ -17,7 +17,14 @@ from autopar.planner.profile.profile import (
     measure_baseline,
     measure_host,
 )
-from autopar.planner.profile.rounds import MOST_SAMPLES, VISITS, Baseline, LeftOut, Limits, measure
+from autopar.planner.profile.rounds import (
+    MOST_SAMPLES,
+    VISITS,
+    Baseline,
+    Limits,
+    UnmeasuredOp,
+    measure,
+)
 from tests.planner.costs.ops.op_factories import known, pricer
 
 Result = TypeVar("Result")
@@ -118,7 +125,7 @@ def test_batches_take_turns_so_that_a_slow_minute_meets_all(
     assert {one.samples for one in found} == {MOST_SAMPLES}
 
 
-def left_out_of_two_batches(*, total_seconds: float) -> tuple[LeftOut, ...]:
+def left_out_of_two_batches(*, total_seconds: float) -> tuple[UnmeasuredOp, ...]:
     """Return the ops of two groups for which a budget does not suffice."""
     _, left_out = measure(
         (*probes(rows=4), *probes(rows=8)),

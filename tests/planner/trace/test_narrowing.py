@@ -12,7 +12,7 @@ from autopar.planner.graph.ops import MODEL_DTYPE
 from autopar.planner.model.model_file import load_model_file
 from autopar.planner.plan.files.graph import graph_document, graph_of
 from autopar.planner.plan.plan import Plan
-from autopar.planner.plan.telling.words import held_in_half
+from autopar.planner.plan.telling.words import narrowed_buffers_note
 from autopar.planner.precision import Precision
 from autopar.planner.trace import trace
 from tests.codegen.plans import plan_for
@@ -95,13 +95,13 @@ def test_what_buffers_have_no_part_in_is_refused_as_ever(
 
 
 def test_a_plan_tells_which_and_keeps_it_in_its_file(tmp_path: Path) -> None:
-    told = held_in_half(_planned(graph_of_code(tmp_path, SUMMED), tmp_path))
+    told = narrowed_buffers_note(_planned(graph_of_code(tmp_path, SUMMED), tmp_path))
     assert told.startswith("the model computes with table (fp32) and activations in bf16")
     assert "forward writes" not in told
     graph = graph_of_code(tmp_path, WRITTEN, "y = y - self.mean")
-    assert "The forward writes to mean" in held_in_half(_planned(graph, tmp_path))
+    assert "The forward writes to mean" in narrowed_buffers_note(_planned(graph, tmp_path))
     assert graph_of(graph_document(graph)).buffers == graph.buffers
-    assert held_in_half(_planned(graph_of_code(tmp_path, ROTARY), tmp_path)) == ""
+    assert narrowed_buffers_note(_planned(graph_of_code(tmp_path, ROTARY), tmp_path)) == ""
 
 
 def _planned(graph: Graph, folder: Path) -> Plan:

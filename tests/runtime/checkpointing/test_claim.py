@@ -20,7 +20,7 @@ from autopar.runtime.checkpointing.claim import (
     began,
     claim,
     holder_of,
-    is_held,
+    is_claimed,
 )
 from autopar.runtime.ranks.locations import Location, write
 from tests.bucket import bucket
@@ -53,7 +53,7 @@ def test_a_folder_is_one_process_s_until_it_gives_it_back(
     own = claim(folder)
     found = holder_of(folder)
     assert found is not None
-    assert (found.process, is_held(folder)) == (os.getpid(), True)
+    assert (found.process, is_claimed(folder)) == (os.getpid(), True)
     own.release()
     assert not (folder / NAME).exists()
     leave(folder)
@@ -69,7 +69,7 @@ def test_a_dead_process_of_this_machine_is_not_waited_for(
     folder.mkdir(exist_ok=True)
     for changes in ({"process": 2**22 + 1}, {"began": 1}):  # none, or a later one of that number
         leave(folder, **changes)
-        assert not is_held(folder)
+        assert not is_claimed(folder)
         claim(folder).release()
 
 
@@ -109,9 +109,9 @@ def test_a_copy_of_a_folder_is_free(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
     leave(tmp_path / "a")
     (tmp_path / "a" / NAME).rename(tmp_path / "b" / NAME)
-    assert not is_held(tmp_path / "b")
+    assert not is_claimed(tmp_path / "b")
     (tmp_path / "a").rmdir()
-    assert is_held(tmp_path / "b"), "it was moved there"
+    assert is_claimed(tmp_path / "b"), "it was moved there"
 
 
 @pytest.mark.parametrize("content", [b"", b"mine", b"[" * 9000, b'{"word": 3}'])

@@ -14,7 +14,7 @@ from torch.optim import AdamW
 from autopar.runtime.checkpointing.finding import (
     checkpoints_in,
     find_checkpoint,
-    let_go,
+    remove_old_checkpoints,
     verify_checkpoint,
 )
 from autopar.runtime.checkpointing.keeper import Keeper
@@ -78,10 +78,10 @@ def test_a_training_on_a_full_disk_goes_on_and_keeps_again_once_there_is_room(
     assert not list(disk.rglob("*.tmp"))
     for name in kept:
         verify_checkpoint(disk / "kept" / name)
-    let_go(disk / "kept", 1, None)
+    remove_old_checkpoints(disk / "kept", 1, None)
     keeper.after(6)
     keeper._finish()
-    keeper._wish.let_go()
+    keeper._wish.restore_handlers()
     assert "kept step 6" in capsys.readouterr().err
     assert verify_checkpoint(disk / "kept" / "step-6").moment.step == 6
 
@@ -123,7 +123,7 @@ def test_a_disk_that_becomes_read_only_keeps_what_it_has(
     failure = _keep(disk, 3, mesh)
     assert failure is not None
     assert "Read-only file system" in failure
-    let_go(disk, 1, None)
+    remove_old_checkpoints(disk, 1, None)
     assert [one.name for one in checkpoints_in(disk)] == ["step-2", "step-1"]
     found = find_checkpoint(tmp_path / "elsewhere", str(disk / "step-2"), mesh)
     assert found is not None

@@ -16,10 +16,10 @@ from autopar.runtime.checkpointing.manifest import (
     Logical,
     Manifest,
     Moment,
-    Stored,
+    StoredShard,
     rank_file,
 )
-from autopar.runtime.checkpointing.safetensors_file import Written
+from autopar.runtime.checkpointing.safetensors_file import WrittenFile
 from autopar.runtime.tensor.shards import Chunks
 from autopar.runtime.tensor.slices import Ranges
 
@@ -27,13 +27,13 @@ from autopar.runtime.tensor.slices import Ranges
 def manifest_of(shape: tuple[int, ...], shards: Sequence[tuple[Ranges, ...]]) -> Manifest:
     """Return the description of one tensor, each of whose shards is in the file of a rank."""
     stored = tuple(
-        Stored(file=rank_file(rank), entry="x", chunks=Chunks(shape, ranges))
+        StoredShard(file=rank_file(rank), entry="x", chunks=Chunks(shape, ranges))
         for rank, ranges in enumerate(shards)
     )
     return Manifest(
         moment=Moment(step=1, rows=1, updates=1),
         origin=CheckpointOrigin(torch="", model="", plan=""),
-        files={one.file: Written(size_bytes=10**6, sha256="") for one in stored},
+        files={one.file: WrittenFile(size_bytes=10**6, sha256="") for one in stored},
         tensors={"weight/x": Logical(dtype=torch.float32, shape=shape, shards=stored)},
         scalars={},
         exported={},

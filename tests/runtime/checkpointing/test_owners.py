@@ -12,7 +12,7 @@ from autopar.runtime.checkpointing.owners import (
     LocalPart,
     Owned,
     Owners,
-    _HeldShard,
+    _RankShard,
     overlaps,
     shared_out,
 )
@@ -51,8 +51,8 @@ def test_shards_of_one_cut_are_filled_from_those_of_another(
         assert torch.equal(found, _part(tensor, wanted))
 
 
-def _held(key: str, chunks: Chunks, *, is_buffer: bool = False) -> _HeldShard:
-    return _HeldShard(key=key, dtype=torch.float32, chunks=chunks, is_buffer=is_buffer)
+def _held(key: str, chunks: Chunks, *, is_buffer: bool = False) -> _RankShard:
+    return _RankShard(key=key, dtype=torch.float32, chunks=chunks, is_buffer=is_buffer)
 
 
 def _bytes_of(owned: tuple[Owned, ...], rank: int) -> int:
@@ -78,7 +78,7 @@ def test_what_is_cut_is_written_by_who_holds_it() -> None:
 RANKS = 256
 
 
-def _large_model() -> list[_HeldShard]:
+def _large_model() -> list[_RankShard]:
     """Return what a rank holds of 48 layers of 1,600, with the states of their optimizer."""
     shapes = [(4800, 1600), (1600, 1600), (6400, 1600), (1600, 6400), *[(1600,)] * 8]
     return [

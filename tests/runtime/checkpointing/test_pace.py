@@ -7,13 +7,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from autopar.runtime.checkpointing.progress import Own, Pace, slow_among
+from autopar.runtime.checkpointing.progress import Pace, RankTimes, slow_among
 from autopar.runtime.ranks.mesh import start
 from tests.runtime.processes import run_on_ranks
 
 
-def own(product: float = 1.0, reading: float = 0.0) -> Own:
-    return Own(product_seconds=product, reading_seconds=reading)
+def own(product: float = 1.0, reading: float = 0.0) -> RankTimes:
+    return RankTimes(product_seconds=product, reading_seconds=reading)
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ def own(product: float = 1.0, reading: float = 0.0) -> Own:
         (own(1.0, 1.1), ["reading the rows of a step"]),
     ],
 )
-def test_a_rank_is_slow_by_a_tenth(last: Own, told: list[str]) -> None:
+def test_a_rank_is_slow_by_a_tenth(last: RankTimes, told: list[str]) -> None:
     ranks = [own(), own(), own(), last]
     found = list(slow_among(ranks, ["cpu"] * 4, 10.0, ranks_of_stage=2))
     assert [one.what for one in found] == told

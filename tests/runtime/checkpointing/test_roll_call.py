@@ -16,12 +16,12 @@ from autopar.runtime.checkpointing.watch import (
     RollCall,
     RollCallResult,
     UnderWay,
-    told_places,
+    places_in_words,
 )
 
 RANKS, STOPPED, PER_NODE = 256, 77, 8
 NOTHING = UnderWay(begun={})
-LAST = Message(group="3 collective", number=41, told="all_reduce 41 of the tensor axis")
+LAST = Message(group="3 collective", number=41, description="all_reduce 41 of the tensor axis")
 
 
 def place(rank: int, where: str = "waits", under_way: UnderWay = NOTHING) -> RankPlace:
@@ -60,7 +60,7 @@ def test_256_ranks_find_the_one_that_says_nothing() -> None:
     found, calls = ask_all([rank for rank in range(RANKS) if rank != STOPPED], nodes)
     assert {one.silent for one in found} == {(STOPPED,)}
     assert {one.teller for one in found} == {0}
-    assert found[0].told.startswith(f"rank {STOPPED} does not answer, and may be stopped; ")
+    assert found[0].description.startswith(f"rank {STOPPED} does not answer, and may be stopped; ")
     few = 4  # to tell, to ask who reads, to wait, and to read what was found
     assert sum(count <= few for count in calls) == RANKS - 1 - RANKS // PER_NODE
     assert sum(calls) < 10 * RANKS
@@ -88,14 +88,14 @@ def test_one_that_is_late_is_waited_for_once_more() -> None:
 def test_who_says_nothing_comes_first_and_then_the_few() -> None:
     places = [place(0), place(2), place(3, "reads")]
     told = "rank 1 does not answer, and may be stopped; rank 3 reads; ranks 0, 2 waits"
-    assert told_places(places, [1]) == told
-    assert told_places([place(0)]) == "rank 0 waits"
+    assert places_in_words(places, [1]) == told
+    assert places_in_words([place(0)]) == "rank 0 waits"
 
 
 def test_what_one_rank_has_not_begun_is_named() -> None:
     waits = UnderWay(begun={LAST.group: 43}, waits_for=LAST)
     lags = UnderWay(begun={LAST.group: 40})
-    told = told_places([place(0, "in step", waits), place(1, "in step", lags)])
+    told = places_in_words([place(0, "in step", waits), place(1, "in step", lags)])
     assert told == (
         "rank 0 in step, for all_reduce 41 of the tensor axis; "
         "rank 1 in step, and has not begun all_reduce 41 of the tensor axis"
@@ -103,10 +103,10 @@ def test_what_one_rank_has_not_begun_is_named() -> None:
 
 
 def test_who_waits_for_a_late_rank_is_not_late_itself() -> None:
-    other = Message(group="5 collective", number=8, told="all_gather 8 of the data axis")
+    other = Message(group="5 collective", number=8, description="all_gather 8 of the data axis")
     waits = UnderWay(begun={LAST.group: 41, other.group: 7}, waits_for=LAST)
     waits_too = UnderWay(begun={other.group: 8}, waits_for=other)
     lags = UnderWay(begun={LAST.group: 40})
-    told = told_places([place(0, "a", waits), place(1, "b", waits_too), place(2, "c", lags)])
+    told = places_in_words([place(0, "a", waits), place(1, "b", waits_too), place(2, "c", lags)])
     assert told.count("has not begun") == 1
     assert "rank 2 c, and has not begun all_reduce 41" in told

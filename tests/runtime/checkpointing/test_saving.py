@@ -10,7 +10,12 @@ import torch
 from torch import nn
 from torch.optim import AdamW
 
-from autopar.runtime.checkpointing.finding import AUTO, checkpoints_in, find_checkpoint, let_go
+from autopar.runtime.checkpointing.finding import (
+    AUTO,
+    checkpoints_in,
+    find_checkpoint,
+    remove_old_checkpoints,
+)
 from autopar.runtime.checkpointing.keeper import Keeper
 from autopar.runtime.checkpointing.manifest import NAME, Moment
 from autopar.runtime.checkpointing.restoring import CheckpointSaving, restore
@@ -64,9 +69,9 @@ def test_the_newest_stay_and_every_so_many_steps(tmp_path: Path) -> None:
         (tmp_path / f"step-{step}").mkdir()
         (tmp_path / f"step-{step}" / NAME).touch()
     (tmp_path / "step-100.tmp").mkdir()
-    let_go(tmp_path, 2, 40)
+    remove_old_checkpoints(tmp_path, 2, 40)
     assert {one.name for one in tmp_path.iterdir()} == {"step-40", "step-70", "step-80", "step-90"}
-    let_go(tmp_path, 1, None)
+    remove_old_checkpoints(tmp_path, 1, None)
     assert [one.name for one in tmp_path.iterdir()] == ["step-90"]
 
 
@@ -80,7 +85,7 @@ def test_a_checkpoint_is_written_when_the_minutes_are_over(tmp_path: Path, mesh:
     keeper._wish._steps_between = 1
     keeper.after(2)
     keeper._finish()
-    keeper._wish.let_go()
+    keeper._wish.restore_handlers()
     assert [one.name for one in checkpoints_in(tmp_path)] == ["step-2"]
 
 

@@ -22,7 +22,7 @@ def test_a_signal_is_a_wish_and_those_who_had_it_before_get_it_back(mesh: Mesh) 
     os.kill(os.getpid(), signal.SIGUSR1)
     os.kill(os.getpid(), signal.SIGUSR1)  # as schedulers do, which is no second wish
     assert any(wish.ask(step).stops for step in range(2, 2000))
-    wish.let_go()
+    wish.restore_handlers()
     assert signal.getsignal(signal.SIGUSR1) is before
 
 

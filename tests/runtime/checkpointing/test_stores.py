@@ -16,7 +16,7 @@ from autopar.runtime.checkpointing.finding import (
     AUTO,
     checkpoints_in,
     find_checkpoint,
-    let_go,
+    remove_old_checkpoints,
     unfinished_in,
     verify_checkpoint,
 )
@@ -79,7 +79,7 @@ def test_what_has_no_manifest_is_never_taken_and_is_cleared_away(
     assert {one.name for one in unfinished_in(run)} == {"step-2", "step-3"}
     assert _write(run, 2, mesh) is None
     assert {one.name for one in (run / "step-2").iterdir()} == {NAME, SHARD}
-    let_go(run, 3, None)
+    remove_old_checkpoints(run, 3, None)
     assert [one.name for one in run.iterdir()] == ["step-1", "step-2"]
     again = _write(run, 2, mesh)
     assert again is not None
@@ -91,7 +91,7 @@ def test_the_newest_the_best_and_every_so_many_steps_stay(tmp_path: Path, mesh: 
     run = bucket(tmp_path)
     for step in range(10, 100, 10):
         _write(run, step, mesh, loss=0.0 if step == 30 else 1.0)
-    let_go(run, 2, 40)
+    remove_old_checkpoints(run, 2, 40)
     assert [one.name for one in checkpoints_in(run)] == [
         f"step-{step}" for step in (90, 80, 70, 40, 30)
     ]

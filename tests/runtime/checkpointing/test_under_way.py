@@ -36,7 +36,7 @@ def settled(*, has_begun: bool) -> UnderWay:
     wanted = SECOND if has_begun else None
     until = monotonic() + 10.0
     found = under_way()
-    while (found.waits_for and found.waits_for.told) != wanted and monotonic() < until:
+    while (found.waits_for and found.waits_for.description) != wanted and monotonic() < until:
         sleep(0.01)
         found = under_way()
     return found

@@ -16,8 +16,8 @@ from autopar.runtime.optimizer.gradients import (
     _end_to_end,
     clip_by_global_norm,
     gradient_memory,
-    held_gradients,
     local,
+    local_gradients,
     sum_replicated,
 )
 from autopar.runtime.ranks.mesh import Mesh, start
@@ -215,7 +215,7 @@ def _clip_buckets(zero: int, max_norm: float) -> tuple[float, int, list[Tensor]]
     model = wrap(_layers(), mesh, zero=zero)
     _loss(model, mesh.data.rank).backward()  # type: ignore[no-untyped-call]
     norm = clip_by_global_norm([model], max_norm, mesh)
-    held = [one.held.reshape(-1).clone() for one in held_gradients([model])]
+    held = [one.value.reshape(-1).clone() for one in local_gradients([model])]
     return norm.item(), len(gradient_memory([model])), held
 
 

@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from autopar.codegen.proof.comparison import Held, HeldBlock, assembled
-from autopar.runtime.checkpointing.owners import weights_held
+from autopar.codegen.proof.comparison import RankBlock, RankBlocks, assembled
+from autopar.runtime.checkpointing.owners import local_weights
 from autopar.runtime.data_parallel.wrapping import wrap
 from autopar.runtime.model.parts import shard_parameters
 from autopar.runtime.optimizer.building import build_optimizer
@@ -52,7 +52,7 @@ class Noticing(AdamW):
 
 def begun(
     zero: int, built: str, file: Path | None, tensor: int
-) -> tuple[Held, Held, set[torch.dtype]]:
+) -> tuple[RankBlocks, RankBlocks, set[torch.dtype]]:
     """Return what the optimizer has, what it kept as it was built, and the parameters' types."""
     mesh = start(pipeline=1, data=2 // tensor, tensor=tensor)
     model, recipe = record(lambda: net(built), seed=3)
@@ -63,18 +63,20 @@ def begun(
     load_weights([model], recipe, starting, mesh, splits=splits)
     optimizer = build_optimizer([model], Noticing, zero=zero, mesh=mesh)
     masters = [
-        HeldBlock(h.key, h.chunks, h.tensor.double()) for h in weights_held([model], optimizer)
+        RankBlock(h.key, h.chunks, h.tensor.double()) for h in local_weights([model], optimizer)
     ]
     return masters, _first(model, optimizer), {one.dtype for one in model.parameters()}
 
 
-def _first(model: nn.Module, optimizer: Optimizer) -> Held:
+def _first(model: nn.Module, optimizer: Optimizer) -> RankBlocks:
     """Return what the optimizer kept of each parameter, in the place of its value."""
     for group in optimizer.param_groups:
         for one in group["params"]:
             first = optimizer.state[one]["first"]
             one.data.copy_(local_tensor(first) if first.shape == one.shape else first)
-    return [HeldBlock(h.key, h.chunks, h.tensor.double()) for h in weights_held([model], optimizer)]
+    return [
+        RankBlock(h.key, h.chunks, h.tensor.double()) for h in local_weights([model], optimizer)
+    ]
 
 
 def saved(folder: Path) -> tuple[Path, dict[str, Tensor]]:

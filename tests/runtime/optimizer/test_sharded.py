@@ -8,7 +8,7 @@ from torch.optim import SGD, AdamW
 
 from autopar.runtime.data_parallel.wrapping import buckets_of, wrap
 from autopar.runtime.optimizer.building import build_optimizer
-from autopar.runtime.optimizer.gradients import LossScale, held_gradients, sum_replicated
+from autopar.runtime.optimizer.gradients import LossScale, local_gradients, sum_replicated
 from autopar.runtime.pipeline.stage import Tie, TiedWeights
 from autopar.runtime.ranks.mesh import start
 from tests.runtime.processes import run_on_ranks
@@ -32,9 +32,9 @@ def held_after_a_backward(shard: int) -> dict[str, list[tuple[int, list[float]]]
     model(data(mesh.rank)).square().mean().backward()
     assert all(parameter.grad is None for parameter in model.parameters())
     found: dict[str, list[tuple[int, list[float]]]] = {}
-    for one in held_gradients([model]):
+    for one in local_gradients([model]):
         assert one.span is not None
-        found.setdefault(one.name, []).append((one.span.start, one.held.tolist()))
+        found.setdefault(one.name, []).append((one.span.start, one.value.tolist()))
     return found
 
 
@@ -133,7 +133,7 @@ def parts_received() -> list[tuple[int, int]]:
     model(torch.full((1, 4), 1.0 + mesh.rank)).sum().backward()
     buckets = buckets_of(model)
     assert buckets is not None
-    own = [gradient.held for gradient in held_gradients([model])]
+    own = [gradient.value for gradient in local_gradients([model])]
     assert all(part.eq(1.5).all() for part in own)
     dist.barrier()
     return [

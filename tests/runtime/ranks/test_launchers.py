@@ -165,7 +165,7 @@ def test_ranks_join_without_torchrun(launcher: Launcher, tmp_path: Path) -> None
     script = tmp_path / "join.py"
     script.write_text(JOINING, encoding="utf-8")
     ended = run_script(script, ranks=2, launcher=launcher)
-    assert ended.codes == (0, 0), ended.told
+    assert ended.codes == (0, 0), ended.printed
     assert [(tmp_path / f"{rank}.json").read_text() for rank in (0, 1)] == ["3.0", "3.0"]
 
 
@@ -187,9 +187,9 @@ def test_a_rank_that_leaves_ends_all_ranks_of_srun_with_one_message(tmp_path: Pa
     script = tmp_path / "refuse.py"
     script.write_text(REFUSING, encoding="utf-8")
     ended = run_script(script, ranks=2, launcher=by_srun)
-    assert ended.codes == (6, 6), ended.told
-    assert ended.told.count("error: ") == 1, ended.told
-    assert "rank 1 has no rows" in ended.told
+    assert ended.codes == (6, 6), ended.printed
+    assert ended.printed.count("error: ") == 1, ended.printed
+    assert "rank 1 has no rows" in ended.printed
 
 
 NO_MPIRUN = "there is no Open MPI (Debian: openmpi-bin)"

@@ -34,11 +34,11 @@ def script_of(folder: Path, body: str) -> Path:
     return script
 
 
-def told_once(told: str) -> str:
-    """Return the one message that ranks have told."""
-    assert told.count("error: ") == 1
-    assert "Traceback" not in told
-    return told
+def printed_once(printed: str) -> str:
+    """Return the one message that ranks have printed."""
+    assert printed.count("error: ") == 1
+    assert "Traceback" not in printed
+    return printed
 
 
 @pytest.mark.usefixtures("forked_python")
@@ -62,8 +62,8 @@ def test_what_one_rank_finds_alone_ends_all_of_them_under_torchrun(tmp_path: Pat
         check=False,
         timeout=100,
     )
-    told, _, of_torchrun = done.stderr.partition("  fix: make some\n")
-    assert told.endswith("error: no room\n")
+    printed, _, of_torchrun = done.stderr.partition("  fix: make some\n")
+    assert printed.endswith("error: no room\n")
     assert "gloo" not in done.stderr
     assert of_torchrun.count("exitcode  : 6") == RANKS
 
@@ -78,14 +78,14 @@ def test_of_what_several_ranks_find_the_first_is_told(tmp_path: Path) -> None:
     )
     ended = run_script(found, ranks=RANKS)
     assert ended.codes == (6,) * RANKS
-    assert told_once(ended.told).endswith("\n  fix: look at them\n")
+    assert printed_once(ended.printed).endswith("\n  fix: look at them\n")
 
 
 def test_before_ranks_join_one_tells_and_none_ends_it_by_leaving_first(tmp_path: Path) -> None:
     script = script_of(tmp_path, 'OptionParser(prog="train.py").parse_args(["--stesp"])')
     ended = run_script(script, ranks=RANKS)
     assert ended.codes == (2,) * RANKS
-    assert told_once(ended.told) == (
+    assert printed_once(ended.printed) == (
         "error: unrecognized arguments: --stesp\n  fix: train.py --help lists the options\n"
     )
 
@@ -105,7 +105,7 @@ def test_an_error_is_told_with_its_rank_and_line_and_ends_all(tmp_path: Path) ->
     line = next(n for n, text in enumerate(script.read_text().splitlines(), 1) if "1 / 0" in text)
     ended = run_script(script, ranks=RANKS)
     assert ended.codes == (7,) * RANKS
-    assert told_once(ended.told).startswith(
+    assert printed_once(ended.printed).startswith(
         "error: rank 2: ZeroDivisionError: division by zero\n"
         f"  fix: look at {script}, line {line}; "
     )
@@ -125,7 +125,9 @@ def test_a_rank_that_is_killed_is_missed_in_one_message(tmp_path: Path) -> None:
     )
     ended = run_script(script, ranks=RANKS)
     assert ended.codes == (7, 7, -9)
-    assert told_once(ended.told).startswith("error: another rank has ended without telling why\n")
+    assert printed_once(ended.printed).startswith(
+        "error: another rank has ended without telling why\n"
+    )
 
 
 @pytest.mark.parametrize("is_of_torchrun", [True, False])

@@ -20,7 +20,7 @@ from autopar.runtime.tensor.shards import Split
 from autopar.runtime.weights.initial_weights import build, record
 from autopar.runtime.weights.plain_model import plain_model
 from tests.runtime.processes import run_on_ranks
-from tests.runtime.weights.held import differences, is_same
+from tests.runtime.weights.reached import differences, is_same
 from tests.runtime.weights.ways import CERTAIN, DRAWN, EVERY
 from tests.runtime.weights.ways.from_files import IN_FULL
 from tests.runtime.weights.ways.small import write_files

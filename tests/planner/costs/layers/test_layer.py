@@ -71,7 +71,7 @@ def test_tied_parameters_are_held_once(name: str) -> None:
     counted: frozenset[str] = frozenset()
     held = gradients = states = 0
     for layer in layers.layers:
-        cost = alone(prices, layer, SharedWeights(held=counted))[Recompute.NONE]
+        cost = alone(prices, layer, SharedWeights(counted=counted))[Recompute.NONE]
         counted |= {n for op in layer.ops for n in op.inputs if n in prices.parameters}
         held += cost.parameter_bytes
         gradients += cost.gradient_bytes
@@ -257,7 +257,7 @@ def test_a_shared_weight_has_a_gradient_that_waits_from_its_last_layer_to_its_fi
     assert tied <= parameters_of(head, prices.parameters)
     waits = SharedWeights(waiting=tied)
     for layer, shared, expected in (
-        (embedding, waits, 1), (layers[1], waits, 1), (head, SharedWeights(held=tied), 0),
+        (embedding, waits, 1), (layers[1], waits, 1), (head, SharedWeights(counted=tied), 0),
     ):  # fmt: skip
         cost = alone(prices, layer, shared)[Recompute.NONE]
         assert cost.waiting_gradient_bytes == expected * 4 * 50257 * H

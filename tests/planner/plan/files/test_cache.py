@@ -272,7 +272,7 @@ def test_data_that_a_model_reads_is_noticed_when_it_changes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     heard: list[str] = []
-    store = replace(store, told=heard.append)
+    store = replace(store, notify=heard.append)
     reader.keep(traced(), store)
     assert reader.find(store) is not None
     change(monkeypatch)

@@ -20,7 +20,7 @@ from autopar.planner.costs.steps.step import predict
 from autopar.planner.plan.declared.constraints import Declared, StagePin
 from autopar.planner.plan.plan import Plan
 from autopar.planner.plan.search.search import Explorer
-from autopar.planner.plan.solving.candidate import inside_of
+from autopar.planner.plan.solving.candidate import layer_key
 from autopar.planner.plan.solving.costing import SearchSubject
 from tests.cells import cells
 from tests.planner.plan.plans import parts_of
@@ -167,7 +167,7 @@ def _priced(
         cluster = explorer.costing.cluster_of(arrangement)
     width = arrangement.data * arrangement.tensor
     each = arrangement.rows or (arrangement.microbatch,) * arrangement.data
-    inside = inside_of(arrangement, 0)
+    inside = layer_key(arrangement, 0)
     costs = []
     for stage, (first, stop) in enumerate(pairwise(cut)):
         rank = rank_of(arrangement.schedule, stage, arrangement.pipeline)

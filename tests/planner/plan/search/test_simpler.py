@@ -15,8 +15,8 @@ from autopar.planner.costs.prediction import Zero
 from autopar.planner.plan.search.best_first import FoundLeaf, SearchNode, best_first
 from autopar.planner.plan.search.search import Explorer
 from autopar.planner.plan.search.simpler import (
+    BestByComplexity,
     Complexity,
-    Known,
     Simplicity,
     complexity,
     complexity_of,
@@ -138,11 +138,11 @@ def test_no_layouts_are_solved_to_tell_how_simple_a_plan_beyond_the_tolerance_is
 
 def test_what_must_be_beaten_is_the_tolerance_or_what_is_as_simple() -> None:
     simple, usual, complex_ = (1, 0, 0, 0, 0), (2, 1, 0, 0, 0), (3, 2, 0, 0, 0)
-    known = Known(tolerance=0.03).with_one(usual, 100.0).with_one(usual, 120.0)
+    known = BestByComplexity(tolerance=0.03).with_one(usual, 100.0).with_one(usual, 120.0)
     assert known.to_beat(simple) == pytest.approx(103.0)
     assert known.to_beat(usual) == 100.0
     assert known.to_beat(complex_) == 100.0
-    assert Known(tolerance=0.03).to_beat(simple) == float("inf")
+    assert BestByComplexity(tolerance=0.03).to_beat(simple) == float("inf")
 
 
 Leaf = tuple[Complexity, float]

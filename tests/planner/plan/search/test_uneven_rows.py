@@ -21,7 +21,7 @@ from autopar.planner.model.model_file import load_model_file
 from autopar.planner.plan.search.points import MOST_SHARES, uneven
 from autopar.planner.plan.search.search import Explorer
 from autopar.planner.plan.search.space import divisors
-from autopar.planner.plan.solving.candidate import inside_of
+from autopar.planner.plan.solving.candidate import layer_key
 from autopar.planner.plan.solving.costing import SearchSubject
 from autopar.planner.trace import trace
 from tests.field.cells import AWKWARD
@@ -132,7 +132,7 @@ def _arrangements(explorer: Explorer, batch: int) -> Iterator[Arrangement]:
 def _seconds(explorer: Explorer, arrangement: Arrangement) -> float:
     """Return the least step of an arrangement; memory suffices for all of it."""
     devices = explorer.costing.cluster.devices
-    inside = inside_of(arrangement, 0)
+    inside = layer_key(arrangement, 0)
     shares = {RowShare(*pair) for pair in zip(devices, arrangement.rows, strict=True)}
     row = slowest([explorer.costing.rows(inside, share) for share in shares])
     return min(

@@ -1,4 +1,4 @@
-"""Lower bounds of cuts by shortest paths, and the parts of the programs that bound or choose cuts.
+"""Lower bounds of cuts by shortest paths; columns and memory rows of the programs that find cuts.
 
 A column of the stage program is a possible stage: an interval of layers, and an offer. Its times
 are those of the forward, of the backward, of the backward's two halves, and of the transfer to the
@@ -103,7 +103,7 @@ def received(columns: Iterable[Column], transfers: tuple[float, ...]) -> tuple[F
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Floors:
+class CutBounds:
     """Lower bounds of all cuts, and of the cuts with each column; and a cut close to the bound."""
 
     seconds: float
@@ -111,9 +111,9 @@ class Floors:
     cut: Cut  # empty: none
 
 
-def floors_of(
+def cut_bounds(
     question: StageQuestion, columns: list[Column], transfers: tuple[float, ...]
-) -> Floors:
+) -> CutBounds:
     """Return lower bounds of the time in the pipeline, without the rest of a step."""
     count, stages = len(question.classes), question.shape.stages
     chain = _Chain.of(question, columns, transfers)
@@ -149,7 +149,7 @@ def floors_of(
 
     rest = before[stage, first] + chain.passes + later[stage + 1, stop]
     of_columns = np.maximum(np.maximum(alone, earlier[stage, first]), rest)
-    return Floors(
+    return CutBounds(
         seconds=float(later[0, 0]),
         of_columns=of_columns,
         cut=_walk(columns, slices, own_seconds, chain.passes, later),

@@ -18,7 +18,7 @@ OURS = (
 )
 
 
-def held(model: nn.Module) -> dict[str, Any]:
+def reached(model: nn.Module) -> dict[str, Any]:
     """Return every tensor and every plain value that can be reached from a model, by its path."""
     return dict(_reached(model, "model", {}))
 
@@ -58,7 +58,7 @@ def _parts(value: Any) -> Mapping[Any, Any]:
 
 def differences(model: nn.Module, expected: nn.Module) -> list[str]:
     """Say what two models do not hold alike, to the bit."""
-    mine, theirs = held(model), held(expected)
+    mine, theirs = reached(model), reached(expected)
     found = [f"{path} is missing" for path in theirs if path not in mine]
     found += [f"{path} is new" for path in mine if path not in theirs]
     for path in mine.keys() & theirs.keys():

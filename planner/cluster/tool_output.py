@@ -155,7 +155,7 @@ def _nvlinks(cell: str) -> int:
 
 
 def _parts(joined: Sequence[Sequence[bool]]) -> tuple[int, ...]:
-    """Return each GPU's part: the first GPU that it is joined to, directly or over others."""
+    """Return a number for each GPU, equal for GPUs that are joined directly or over others."""
     first = list(range(len(joined)))
     for one in range(len(joined)):
         for other in range(one):
@@ -180,7 +180,7 @@ class NetworkCard:
 _RATE = re.compile(r"\s*(\d{1,5}(?:\.\d{1,3})?) Gb/sec\b.*\s*", re.ASCII)
 
 
-def cards_in(told: Mapping[str, tuple[str, str, str]]) -> tuple[NetworkCard, ...]:
+def cards_in(texts: Mapping[str, tuple[str, str, str]]) -> tuple[NetworkCard, ...]:
     """Return the cards that are up, from the texts of /sys/class/infiniband/NAME/ports/1.
 
     The texts are those of the files rate ("400 Gb/sec (4X NDR)"), state ("4: ACTIVE") and
@@ -188,7 +188,7 @@ def cards_in(told: Mapping[str, tuple[str, str, str]]) -> tuple[NetworkCard, ...
     """
     found = [
         NetworkCard(name=name, bytes_per_second=float(read[1]) * 1e9 / 8, layer=layer.strip())
-        for name, (rate, state, layer) in told.items()
+        for name, (rate, state, layer) in texts.items()
         if "ACTIVE" in state and (read := _RATE.fullmatch(rate)) and float(read[1])
     ]
     return tuple(found)
@@ -284,7 +284,7 @@ _KIND_LABELS = (
     "karpenter.k8s.aws/instance-gpu-name",
 )
 _SLICED = "nvidia.com/mig-"
-# Networks of machines that clouds rent, by the beginning of the machine's name.
+# Networks of the machines of clouds, by the first letters of the instance type.
 _RENTED = {
     "p4d": "efa1",
     "p5": "efa2",

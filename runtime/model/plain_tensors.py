@@ -21,7 +21,7 @@ OF_PLANS = ("torch.distributed.", "autopar.")
 Change: TypeAlias = Callable[[str, Tensor], Tensor]
 
 
-def replace_held(model: nn.Module, change: Change) -> None:
+def replace_plain_tensors(model: nn.Module, change: Change) -> None:
     """Replace each tensor that a module holds in a plain attribute.
 
     Lists, tuples, mappings, closures and plain objects are searched, and modules inside them. The
@@ -37,7 +37,7 @@ def replace_held(model: nn.Module, change: Change) -> None:
             walk.into_item(module.__dict__, name)
 
 
-def move_held(model: nn.Module, device: torch.device) -> None:
+def move_plain_tensors(model: nn.Module, device: torch.device) -> None:
     """Move the tensors in plain attributes to a device; each stays the same object."""
 
     def moved(_: str, tensor: Tensor) -> Tensor:
@@ -45,7 +45,7 @@ def move_held(model: nn.Module, device: torch.device) -> None:
             put_into(tensor, tensor.detach().to(device))
         return tensor
 
-    replace_held(model, moved)
+    replace_plain_tensors(model, moved)
 
 
 class _ObjectWalk:
@@ -123,7 +123,7 @@ def sharing(model: nn.Module) -> Iterator[tuple[str, str]]:
         others.append((name, tensor))
         return tensor
 
-    replace_held(model, note)
+    replace_plain_tensors(model, note)
     by_storage: dict[int, list[tuple[str, Tensor]]] = {}
     for name, one in others:
         if _lies_in_memory(one):

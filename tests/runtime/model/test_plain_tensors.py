@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopar.runtime.model.held_tensors import move_held, replace_held
+from autopar.runtime.model.plain_tensors import move_plain_tensors, replace_plain_tensors
 
 
 class Table:
@@ -43,7 +43,7 @@ def _places(model: nn.Module) -> list[str]:
         found.append(place)
         return tensor
 
-    replace_held(model, note)
+    replace_plain_tensors(model, note)
     return sorted(found)
 
 
@@ -56,7 +56,7 @@ def test_each_is_found_once_under_the_attribute_that_leads_to_it() -> None:
 
 def test_each_is_replaced_where_it_lies() -> None:
     model: Any = Holding()
-    replace_held(model, lambda _, tensor: tensor * 2)
+    replace_plain_tensors(model, lambda _, tensor: tensor * 2)
     assert [model.plain.item(), model.listed[0].item(), model.listed[1][0].item()] == [2, 2, 2]
     assert [model.named["a"][0].item(), model.table.angles.item()] == [2, 2]
     assert [model.closed(1).item(), model.method(1).item()] == [3, 2]
@@ -67,7 +67,7 @@ def test_each_is_replaced_where_it_lies() -> None:
 def test_those_that_are_moved_stay_the_objects_that_they_were() -> None:
     model: Any = Holding()
     plain, weight = model.plain, model.hidden[0].weight
-    move_held(model, torch.device("meta"))
+    move_plain_tensors(model, torch.device("meta"))
     assert plain is model.plain
     assert plain.is_meta
     assert isinstance(weight, nn.Parameter)
