@@ -354,6 +354,7 @@ def _owners() -> Mapping[str, tuple[str, ...]]:
 
 
 _INSTALLED = ("site-packages", "dist-packages")
+_VERSION = re.compile(r"^Version: *(\S+)", re.MULTILINE)
 
 
 def _libraries() -> Iterator[tuple[str, str]]:
@@ -394,7 +395,14 @@ def _of_variable(value: str | None) -> str:
 
 
 def _version(library: str) -> str:
+    """Return a library's version; "" if it is not installed.
+
+    `importlib.metadata.version` parses the description, too, and takes ten times as long.
+    """
     try:
-        return version(library)
+        found = distribution(library)
     except PackageNotFoundError:
         return ""
+    text = found.read_text("METADATA") or found.read_text("PKG-INFO") or ""
+    line = _VERSION.search(text)
+    return line[1] if line else ""
