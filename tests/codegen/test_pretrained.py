@@ -138,8 +138,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 CELLS = [(kind, way) for kind in BUILT for way in WAYS]
-# tests/examples trains adapters (in a pipeline) and a model whose features are split from folders.
-STAND = {("whole", "ZeRO-3"), ("whole", "pp")}
+STAND = {("whole", "ZeRO-3"), ("whole", "tp"), ("LoRA", "pp")}
 
 
 @pytest.mark.slow

@@ -105,7 +105,7 @@ PINNED = [(case, degree) for case in SMALL for degree in (2, 3) if not case.clus
         *cells(PINNED, PINNED[::2]),
         *cells(
             [(case, None) for case in SMALL[1::2]],
-            [(case, None) for case in SMALL[3:4]],  # two devices that are most unlike
+            [(case, None) for case in SMALL if case.cluster().size == 2],
         ),
     ],
     ids=str,
