@@ -22,6 +22,9 @@ def cells(every: Iterable[Any], stand: Container[Any]) -> list[Any]:
     ]
 
 
-def examples(every: int) -> int:
-    """Return how many examples a property is tried with: half, or with `--all-cells` every one."""
-    return every if settings.get_current_profile_name() == ALL else every // 2
+def examples(every: int, *, share: int = 2) -> int:
+    """Return how many examples a property is tried with.
+
+    With `--all-cells` every one, else one of two, or of `share`.
+    """
+    return every if settings.get_current_profile_name() == ALL else every // share

@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
 
 from autopar.planner.model.functions import DATA_READS
+from autopar.planner.plan.files.cache import PLACE
 from tests.cells import ALL
 from tests.runtime.processes import freeze_for_good
 from tests.warm_python import warm_python
@@ -54,7 +55,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Give each process one thread: several for so small tensors would wait for each other."""
     settings.load_profile(ALL if config.getoption("--all-cells") else "half")
     os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start
-    os.environ["AUTOPAR_CACHE"] = ""  # each test traces its models itself
+    os.environ[PLACE] = ""  # each test traces its models itself
     torch.set_num_threads(1)
 
 
@@ -103,6 +104,14 @@ def no_process_group_is_left() -> Iterator[None]:
 def forked_python() -> Iterator[None]:
     """Fork the Python programs that a test starts from a server that has imported torch."""
     with warm_python():
+        yield
+
+
+@pytest.fixture(scope="module")
+def traced_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Have commands and their processes keep a cache for all tests of a file."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(PLACE, str(tmp_path_factory.mktemp("cache")))
         yield
 
 

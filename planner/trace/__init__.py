@@ -19,7 +19,12 @@ from autopar.planner.precision import Precision
 from autopar.planner.trace.build import TRACED_BATCH, TracedSubject, build, wide_buffers
 from autopar.planner.trace.calls import CannotReplayError
 from autopar.planner.trace.convert import convert
-from autopar.planner.trace.export import DecidedByValuesError, DevicesMeetError, export
+from autopar.planner.trace.export import (
+    DecidedByValuesError,
+    DevicesMeetError,
+    UnlikeSizesError,
+    export,
+)
 from autopar.planner.trace.left_behind import LeftBehind
 from autopar.planner.trace.model_checks import parts_in_eval_mode
 from autopar.planner.trace.nodes import channels_last_inputs
@@ -79,7 +84,7 @@ def trace(
         if like is not None:
             return in_half([one.name for one in like.buffers if one.narrowed])
         return traced_with_few(in_half, wide=partial(_wide_buffers, model_file, batch_size))
-    except ModelMovedError:
+    except (ModelMovedError, UnlikeSizesError):
         raise
     except (InputError, TraceError) as error:
         # If this fails, too, 16 bits are not the reason, and its error is raised instead.
@@ -130,6 +135,8 @@ def _traced(
                 failures.append(error)
                 if not isinstance(error, DecidedByValuesError):
                     break
+        if failures and isinstance(failures[-1], UnlikeSizesError):
+            break
     raise next((one for one in failures if isinstance(one, UnlikeTypesError)), failures[-1])
 
 

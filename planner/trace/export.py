@@ -90,6 +90,10 @@ class DecidedByValuesError(TraceError):
     """The values of a tensor decide which code the model runs."""
 
 
+class UnlikeSizesError(TraceError):
+    """Sizes do not match, which no other dtype or device changes."""
+
+
 class DevicesMeetError(TraceError):
     """The model creates tensors on the CPU, even if it is on another device."""
 
@@ -244,6 +248,10 @@ _KINDS: Mapping[str, type[TraceError]] = MappingProxyType(
     }
 )
 _REPLACED = "a tensor is given other numbers"
+_UNLIKE_SIZES = (
+    "attempting to expand a dimension|broadcast a dimension|must match the size of tensor|"
+    r"to match target batch_size|Sizes of tensors must match|size mismatch|shape '.*' is invalid"
+)
 _REASONS: tuple[tuple[str, str, str], ...] = (
     (
         _REPLACED,
@@ -340,6 +348,7 @@ def trace_error(error: BaseException, subject: TracedSubject) -> TraceError:
     kind, expected = TraceError, ""
     if isinstance(root, RuntimeError | ValueError | IndexError):  # torch's errors about sizes
         expected = f"sizes that go with the batch, where {_in_words(subject)}"
+        kind = UnlikeSizesError if re.search(_UNLIKE_SIZES, text_of(root)) else TraceError
     for pattern, found, remedy in _REASONS:
         if re.search(pattern, f"{type(root).__name__} {text_of(root)}"):
             text, fix = found.format(summary=summary, line=_line(where) or summary), remedy

@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 import sys
 from collections.abc import Callable, Hashable, Iterator
@@ -163,7 +164,7 @@ def _caller() -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-def _random_states(model: nn.Module) -> tuple[str, ...]:
+def _random_states(model: nn.Module) -> tuple[bytes, ...]:
     """Return the states of Python's and numpy's generators and of those that the model holds."""
     held = {
         id(value): value
@@ -172,18 +173,18 @@ def _random_states(model: nn.Module) -> tuple[str, ...]:
         if isinstance(value, (random.Random, np.random.Generator, np.random.RandomState))
     }
     return (
-        str(random.getstate()),
-        str(np.random.get_state()),
+        pickle.dumps(random.getstate()),
+        pickle.dumps(np.random.get_state()),
         *(_random_state(generator) for generator in held.values()),
     )
 
 
-def _random_state(generator: random.Random | np.random.Generator | np.random.RandomState) -> str:
+def _random_state(generator: random.Random | np.random.Generator | np.random.RandomState) -> bytes:
     if isinstance(generator, random.Random):
-        return str(generator.getstate())
+        return pickle.dumps(generator.getstate())
     if isinstance(generator, np.random.RandomState):
-        return str(generator.get_state())
-    return str(generator.bit_generator.state)
+        return pickle.dumps(generator.get_state())
+    return pickle.dumps(generator.bit_generator.state)
 
 
 def _globals(module: nn.Module) -> dict[str, Any]:

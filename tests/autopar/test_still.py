@@ -31,12 +31,21 @@ def test_an_import_that_takes_long_is_told_with_its_line(
     assert "note: still importing slow_model.py, at line 2 after 0 s; Ctrl-C ends it" in told
 
 
-@pytest.mark.slow
+# `autopar`, with a first note after half a second.
+_SOON = """
+from functools import partial
+from autopar import cli, console
+console.noting_slow_phases = partial(console.noting_slow_phases, 0.5)
+cli.main()
+"""
+
+
+@pytest.mark.usefixtures("forked_python")
 def test_an_import_that_never_ends_is_ended_by_the_key_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text("import time\nwhile True:\n    time.sleep(0.1)\n")
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     with subprocess.Popen(
-        [sys.executable, "-m", "autopar", "inspect", "model.py"],
+        [sys.executable, "-c", _SOON, "inspect", "model.py"],
         stderr=subprocess.PIPE,
         text=True,
         cwd=tmp_path,

@@ -21,7 +21,7 @@ from tests.autopar.commands import Autopar
 from tests.codegen.plans import pinned_plan
 from tests.planner.subjects import ZOO
 
-pytestmark = pytest.mark.usefixtures("forked_python")
+pytestmark = pytest.mark.usefixtures("forked_python", "traced_once")
 SMALL = ("layers=4", "dim=32", "heads=4", "vocab_size=64", "seq_len=16", "size=tiny")
 DEGREES = {"pipeline": 2, "data": 2, "tensor": 2}
 

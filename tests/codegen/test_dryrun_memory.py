@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,10 +9,10 @@ import pytest
 from autopar.codegen.proof.dryrun.running import DryRun, dry_run
 from autopar.planner.cluster.file import choose_cluster
 from autopar.planner.plan.declared.file import gathered_constraints
-from autopar.planner.plan.files.cache import PLACE
 from autopar.planning import make_plan
 from tests.cells import cells
 
+pytestmark = pytest.mark.usefixtures("forked_python", "traced_once")
 MODEL = Path(__file__).parents[2] / "models_zoo" / "llama.py"
 SHAPE = (
     "dim=256",
@@ -44,14 +43,6 @@ MORE = (
 )
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _models_are_traced_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(PLACE, str(tmp_path_factory.mktemp("cache")))
-        yield
-
-
-@pytest.mark.usefixtures("forked_python")
 @pytest.mark.slow
 @pytest.mark.parametrize(("pins", "batch", "rank", "precision"), cells((*STAND, *MORE), STAND))
 def test_a_rank_holds_what_the_plan_says(pins: str, batch: int, rank: int, precision: str) -> None:
@@ -88,7 +79,6 @@ def example_batch(batch_size):
 """
 
 
-@pytest.mark.usefixtures("forked_python")
 def test_experts_in_a_loop_hold_what_the_plan_says(tmp_path: Path) -> None:
     path = tmp_path / "experts.py"
     path.write_text(EXPERTS)
@@ -169,7 +159,6 @@ HOST_CELLS = (
 )
 
 
-@pytest.mark.usefixtures("forked_python")
 @pytest.mark.slow
 @pytest.mark.parametrize(("pins", "batch", "rank", "precision"), cells(HOST_CELLS, HOST_CELLS[1:3]))
 def test_device_and_host_hold_what_the_plan_says(

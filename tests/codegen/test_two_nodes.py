@@ -18,6 +18,7 @@ from tests.codegen.plans import pinned_plan
 from tests.codegen.two_nodes import PLACE, start_on, two_nodes, why_not
 from tests.runtime.processes import run_on_ranks
 
+pytestmark = pytest.mark.usefixtures("forked_python")
 WHY_NOT = why_not()
 STEPS = 3
 

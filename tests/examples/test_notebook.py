@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[2]
 RENDER = runpy.run_path(str(ROOT / "docs" / "render_readme.py"))
 
 
+@pytest.mark.usefixtures("forked_python")
 @pytest.mark.slow
 def test_the_notebook_prints_what_it_shows() -> None:
     notebook = json.loads(RENDER["NOTEBOOK"].read_text(encoding="utf-8"))

@@ -9,8 +9,12 @@ from tests.field.families import family_named
 
 
 def build_base() -> nn.Module:
-    """Return the model that the adapters are for."""
-    return family_named("Llama").build_model()
+    """Return the model that the adapters are for, with one layer."""
+    model = family_named("Llama").build_model()
+    layers = model.get_submodule("model.layers")
+    assert isinstance(layers, nn.ModuleList)
+    del layers[1:]
+    return model
 
 
 def build_model() -> nn.Module:

@@ -1,8 +1,10 @@
+from functools import partial
 from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.multiprocessing.spawn import start_processes
 
 from autopar.planner.cluster.cluster import Backend, Collective
 from autopar.planner.costs.collectives.choice import hops, sent_share
@@ -64,8 +66,9 @@ def test_one_process_has_no_link() -> None:
         measure_net(device_name="cpu", device="cpu", ranks=1)
 
 
-@pytest.mark.slow
-def test_two_processes_of_this_machine_have_a_link() -> None:
+def test_two_processes_of_this_machine_have_a_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    forked = partial(start_processes, start_method="forkserver")  # which need not import torch
+    monkeypatch.setattr("autopar.planner.profile.net.spawn", forked)
     net = measure_net(
         device_name="cpu",
         device="cpu",

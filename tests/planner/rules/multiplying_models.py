@@ -80,11 +80,11 @@ MODULES: dict[str, Subject] = {
         lambda: nn.ConvTranspose2d(4, 6, 3, stride=2, padding=1, output_padding=1), 4, 8, 8
     ),
     "ConvTranspose3d": module(lambda: nn.ConvTranspose3d(4, 6, 3), 4, 3, 4, 5),
-    "LSTM": module(lambda: nn.LSTM(6, 5, 2, batch_first=True, bidirectional=True), 7, 6),
-    "LSTM with a projection": module(lambda: nn.LSTM(6, 5, 2, batch_first=True, proj_size=3), 7, 6),
-    "GRU": module(lambda: nn.GRU(6, 5, 3, batch_first=True), 7, 6),
+    "LSTM": module(lambda: nn.LSTM(6, 5, 2, batch_first=True, bidirectional=True), 3, 6),
+    "LSTM with a projection": module(lambda: nn.LSTM(6, 5, 2, batch_first=True, proj_size=3), 3, 6),
+    "GRU": module(lambda: nn.GRU(6, 5, 3, batch_first=True), 3, 6),
     "RNN": Subject(
-        build=lambda: nn.RNN(6, 5, bias=False), shape=(7, 6),
+        build=lambda: nn.RNN(6, 5, bias=False), shape=(3, 6),
         run=lambda rnn, x: rnn(x.transpose(0, 1)),
     ),
     "LSTMCell": module(lambda: nn.LSTMCell(6, 5), 6),

@@ -5,13 +5,19 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import pytest
 
 from autopar.planner.axes.infer import infer_axes
 from autopar.planner.layers import find_layers
+from autopar.planner.model.model_file import load_model_file
+from autopar.planner.precision import Precision
+from autopar.planner.trace import trace
+from autopar.planner.trace.build import TracedSubject
+from autopar.planner.trace.export import ExportedTrace, UnlikeSizesError, export
 from tests.cells import cells
-from tests.planner.trace.model_source import traced
+from tests.planner.trace.model_source import linear_model, traced, written
 
 CHAIN = """
     class Chain(nn.Module):
@@ -62,3 +68,20 @@ def test_the_work_of_reading_a_model_grows_as_its_layers_do(kind: str, tmp_path:
     few, more, many = (calls_to_read(tmp_path, chain) for chain in chains)
     # Of what each layer adds: twice as many layers add twice as much, and four times if squared.
     assert many - more < 2.05 * (more - few)
+
+
+@pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])
+def test_sizes_that_do_not_match_are_tried_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: Precision
+) -> None:
+    tried: list[bool] = []
+    path = written(tmp_path, linear_model("return self.linear(x) + torch.ones(3).expand(4)"))
+
+    def noted(subject: TracedSubject, *, fold: bool, **how: Any) -> ExportedTrace:
+        tried.append(fold)
+        return export(subject, fold=fold, **how)
+
+    monkeypatch.setattr("autopar.planner.trace.export", noted)
+    with pytest.raises(UnlikeSizesError, match="expand a dimension of length 3"):
+        trace(load_model_file(str(path)), precision=precision)
+    assert tried == [True]

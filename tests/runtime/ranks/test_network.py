@@ -11,6 +11,7 @@ import pytest
 from autopar.runtime.ranks.network import GLOO, NCCL, _addresses_towards, _interfaces
 from tests.codegen.two_nodes import CABLE, HOST, start_on, two_nodes, why_not
 
+pytestmark = pytest.mark.usefixtures("forked_python")
 WHY_NOT = why_not()
 JOINING = f"""
 import json, os

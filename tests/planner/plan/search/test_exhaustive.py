@@ -74,7 +74,8 @@ LARGE = (
 CASES = (
     *LARGE,
     Case(model=("gpt2.py",), gpus=2, batch=8, memory="80%"),
-    Case(model=("gpt2.py", "size=124m"), gpus=2, batch=8, memory="5.25 GiB"),
+    # Two of three arrangements do not fit.
+    Case(model=("gpt2.py", "size=124m", "layers=4"), gpus=2, batch=8, memory="2.9 GiB"),
     Case(model=("gpt2.py",), gpus=2, batch=8, memory="80%", device="cpu"),
     *(
         Case(

@@ -39,7 +39,7 @@ like = "ethernet-10"
 """
 CASES = (
     (("gpt2.py",), choose_cluster(2, "a100-80gb-sxm"), 8, "80%"),
-    (("gpt2.py", "size=124m"), choose_cluster(2, "a100-80gb-sxm"), 8, "5.25 GiB"),
+    (("gpt2.py", "size=124m", "layers=4"), choose_cluster(2, "a100-80gb-sxm"), 8, "2.9 GiB"),
     (("gpt2.py", "size=124m", "layers=4"), parse_cluster(SLOW, where="test"), 8, "80%"),
     (("mnist.py", "hidden=4096"), choose_cluster(4, "a10"), 32, "80%"),
 )

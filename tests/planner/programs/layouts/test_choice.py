@@ -27,7 +27,7 @@ steps = st.builds(
 )
 models = st.builds(small_model, st.lists(steps, min_size=1, max_size=4), st.integers(1, 2))
 many = settings(
-    max_examples=examples(200), derandomize=True,
+    max_examples=examples(200, share=4), derandomize=True,
     suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow],
 )  # fmt: skip
 

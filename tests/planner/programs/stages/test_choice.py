@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import combinations, count, pairwise
@@ -50,6 +51,7 @@ PIPELINES = tuple(
 WHOLE = tuple((zero, room, seed) for zero in Zero for room in (0.9, 0.6) for seed in (1, 2))
 RANDOM = range(500)
 FEW = range(40)
+EACH = (0, 1, 4, 8, 9)  # each schedule and each room of random_several
 SEVERAL = (
     ScheduleKind.INTERLEAVED_1F1B,
     ScheduleKind.INTERLEAVED_ZERO_BUBBLE,
@@ -141,14 +143,17 @@ def test_the_even_cut_is_the_most_even_of_all(kind: ScheduleKind) -> None:
             assert squares(found) == pytest.approx(min(map(squares, every)))
 
 
-def test_a_quick_look_is_close_to_the_best_cut_where_stages_are_almost_as_many_as_layers() -> None:
+@pytest.mark.parametrize("seeds", cells((range(20), range(60)), (range(20),)), ids=len)
+def test_a_quick_look_is_close_to_the_best_cut_where_stages_are_almost_as_many_as_layers(
+    seeds: range,
+) -> None:
     """Moves of single borders lead nowhere there, so the cut to begin with must be good."""
     every = (
         random_case(seed, kind=ScheduleKind.INTERLEAVED_1F1B, most_layers=5, room=2.0)
-        for seed in range(60)
+        for seed in seeds
     )
     cases = [one for one in every if len(one.question.classes) == one.question.shape.stages + 1]
-    assert len(cases) > 20
+    assert len(cases) > len(seeds) / 3
     for case in cases:
         found = choose_stages(case.question, effort=QUICK)
         assert found_seconds(found) <= 1.1 * brute_force(case).seconds
@@ -189,8 +194,10 @@ def random_several(seed: int) -> StageCase:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seeds", cells((range(12), RANDOM), (range(12),)), ids=len)
-def test_the_bound_in_whole_numbers_is_below_all_cuts_of_several_stages(seeds: range) -> None:
+@pytest.mark.parametrize("seeds", cells(((EACH,), (RANDOM,)), ((EACH,),)), ids=len)
+def test_the_bound_in_whole_numbers_is_below_all_cuts_of_several_stages(
+    seeds: Sequence[int],
+) -> None:
     shares = []
     for case in map(random_several, seeds):
         truth = brute_force(case).seconds
