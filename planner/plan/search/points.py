@@ -117,7 +117,8 @@ class Pressure(IntEnum):
 
     UNSOLVED = 0  # the least of any layouts, before the fastest are solved
     OF_ANY = 1  # the least that any layouts need, with the times of the fastest
-    OF_LAYOUTS = 2  # what the solved layouts need
+    TRADING = 2  # the same, with the times that layouts of so small weights take
+    OF_LAYOUTS = 3  # what the solved layouts need
 
 
 @dataclass(frozen=True, slots=True)
