@@ -81,7 +81,7 @@ from autopar.planner.plan.solving.candidate import (
 )
 from autopar.planner.plan.solving.costing import PriceBook, SearchSubject, model_flops
 from autopar.planner.plan.solving.prices import Prices
-from autopar.planner.programs.stages.choice import EXACT, QUICK, THOROUGH, is_wide
+from autopar.planner.programs.stages.choice import EXACT, NEAR, QUICK, THOROUGH, is_wide
 
 _ENDLESS_BYTES = 1 << 60
 EFFORTS = (QUICK, THOROUGH, EXACT)  # for one arrangement, one after another
@@ -340,7 +340,7 @@ class Explorer:
             return []
         again = replace(item, effort=item.effort + 1, thriftier=())
         is_last = again.effort + 1 == len(EFFORTS)
-        only_proves = is_last and is_wide(item.arrangement)
+        only_proves = is_last and (is_wide(item.arrangement) or found > NEAR * to_beat)
         if answer.is_final or again.effort == len(EFFORTS) or (only_proves and self._is_choosing):
             return [Unproved(bound=bound)]
         kinds = {"is_deep": False, "is_last": is_last, "only_proves": only_proves}
