@@ -124,6 +124,11 @@ class Layers:
     classes: tuple[LayerClass, ...]
     runs: tuple[EqualLayers, ...]
 
+    @property
+    def largest(self) -> int:
+        """The class with the most layers."""
+        return max(range(len(self.classes)), key=lambda one: len(self.classes[one].layers))
+
 
 def compiled_ops(layer: Layer, graph: Graph) -> tuple[Op, ...]:
     """Return the ops of a layer that torch.compile compiles: those inside the layer's module.

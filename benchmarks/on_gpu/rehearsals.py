@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 from benchmarks.on_gpu.context import Context
 from benchmarks.on_gpu.planned import ZOO, device_here
-from benchmarks.on_gpu.report import Row, told
+from benchmarks.on_gpu.report import Row, error_text
 
 TABLE = "Rehearsals: a rank of a plan, without its messages"
 _LEAST_SECONDS = 30.0  # with less time left, no rank is started
@@ -51,7 +51,7 @@ def rehearsals(context: Context) -> Iterator[Row]:
                 rehearsing = _autopar("rehearse", str(places[name]), "--rank", "0", "--json")
                 found = json.loads(_printed(rehearsing, context.seconds_left))
             except Exception as error:
-                yield Row(table=TABLE, cells={"plan": name, "error": told(error)})
+                yield Row(table=TABLE, cells={"plan": name, "error": error_text(error)})
                 continue
             yield from _rows(name, found["ranks"])
 

@@ -185,15 +185,13 @@ def fill(
     mine = with_rows(chunks, old)
     cast = dtype if dtype is not None and old.is_floating_point() else old.dtype
     there = torch.device("cpu") if starts_on_host(old) else device
-    # not DTensor.from_local, which would move what starts on the host to the mesh's device
-    is_sharded = isinstance(old, DTensor)
-    fresh = (
-        torch.empty_like(old, dtype=cast, device=there)
-        if is_sharded
-        else torch.empty(mine.local_shape, dtype=cast, device=there)
-    )
+    if isinstance(old, DTensor):  # not by from_local, which moves what starts on the host
+        sharded: Any = torch.empty_like(old, dtype=cast, device=there)
+        fresh, own = sharded, sharded._local_tensor
+    else:
+        own = fresh = torch.empty(mine.local_shape, dtype=cast, device=there)
     if source is not None:
-        (fresh._local_tensor if is_sharded else fresh).copy_(read(source, mine.ranges))
+        own.copy_(read(source, mine.ranges))
     put(group, fresh, chunks)
 
 

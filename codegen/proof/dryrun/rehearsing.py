@@ -184,7 +184,8 @@ class _Drawn:
 
     def __getitem__(self, index: Any) -> Tensor:
         shape = torch.empty(self.shape, device="meta")[index].shape
-        return torch.randn(shape, device=self.device) / math.prod(self.shape[1:]) ** 0.5
+        drawn = torch.randn(shape, device=self.device)
+        return drawn.div_(math.sqrt(math.prod(self.shape[1:])))
 
 
 @contextmanager

@@ -50,7 +50,8 @@ class Mode:
 class LayerBlock:
     """The most frequent equal layers, and the least seconds of each other layer.
 
-    The first mode is without recomputation.
+    The first mode is without recomputation. Forward and backward of an equal layer together take
+    `more_seconds` longer in each mode than the least of both.
     """
 
     count: int
@@ -58,6 +59,7 @@ class LayerBlock:
     modes: tuple[Mode, ...]
     parameter_bytes: int  # of one layer
     gradient_bytes: int
+    more_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,9 +9,9 @@ what the unsplit layer does, divided evenly by the tensor ranks.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import cached_property
 from itertools import product
 
 from autopar.planner.annotate import state_of
@@ -19,7 +19,6 @@ from autopar.planner.cluster.shape import Kind, RowShare
 from autopar.planner.costs.prediction import (
     Arrangement,
     Compile,
-    LayerCost,
     Modes,
     Offload,
     Recompute,
@@ -27,125 +26,32 @@ from autopar.planner.costs.prediction import (
 )
 from autopar.planner.costs.steps.memory import layer_unsharded_bytes
 from autopar.planner.costs.steps.stage_load import rank_groups
-from autopar.planner.costs.steps.state import host_bytes, layer_state_bytes, reduced_state_bytes
+from autopar.planner.costs.steps.state import layer_state_bytes, reduced_state_bytes
 from autopar.planner.plan.bounds.bottleneck import (
     LayerBlock,
     PipelineRoom,
     RankCapacities,
     StageRoom,
-    block,
     least_bottleneck_seconds,
-    least_layer_seconds,
     rank_capacities,
 )
 from autopar.planner.plan.bounds.least import (
-    Ladder,
     LeastLayers,
     activation_budget_bytes,
     in_flight_by_rank,
-    ladder,
     least_layers,
     least_of_all,
     least_recompute_seconds,
     lightest,
     of_any,
     of_least,
+    raised_weights,
 )
-from autopar.planner.plan.bounds.step import Ends, FittingBounds, LeastTotals, StepBound
+from autopar.planner.plan.bounds.step import FittingBounds, LayoutFacts, StepBound, facts_of
 from autopar.planner.plan.declared.constraints import Objective
 from autopar.planner.plan.solving.candidate import Questions, layer_key
 from autopar.planner.plan.solving.prices import LayerKey
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayoutFacts:
-    """Facts about the layers in some layouts, for the bounds."""
-
-    totals: LeastTotals
-    ladder: Ladder
-    block: LayerBlock
-    ends: Ends
-    repeated: LayerCost  # one of the repeated layers
-    kinds: tuple[tuple[Modes, int], ...]  # of layers, each with its count
-
-    def state_bytes(self, arrangement: Arrangement) -> int:
-        """Return the bytes of parameters, gradients and states of all layers under ZeRO."""
-        return sum(
-            number * layer_state_bytes(modes[Recompute.NONE], arrangement)
-            for modes, number in self.kinds
-        )
-
-    def host_bytes(self, arrangement: Arrangement) -> int:
-        """Return what all layers have in the host's memory, those of all stages together."""
-        return sum(
-            number * host_bytes(modes[Recompute.NONE], arrangement) for modes, number in self.kinds
-        )
-
-    def least_alone_bytes(self, arrangement: Arrangement) -> int:
-        """Return the least memory of a rank that holds only the layer with the largest need."""
-        return max(_alone_bytes(modes, arrangement) for modes, _ in self.kinds)
-
-    def transient_bytes(self, arrangement: Arrangement) -> int:
-        """Return the least transient memory of every stage.
-
-        With a pipeline it is 0, since a stage may lack the layers that need it. Without one, the
-        single stage runs every layer. If a step has only one backward, only the need of the last
-        layer counts: no other layer runs while everything is saved.
-        """
-        if arrangement.pipeline > 1:
-            return 0
-        if arrangement.is_one_pass:
-            return self.ladder.last_transient_bytes
-        return self.ladder.transient_bytes
-
-
-def facts_of(row: Sequence[Modes]) -> LayoutFacts:
-    """Return the facts of a row of layers; equal layers are one object."""
-    numbers = Counter(map(id, row))
-    kinds = {id(modes): modes for modes in row}
-    repeated = kinds[max(numbers, key=lambda one: numbers[one])]
-    return LayoutFacts(
-        totals=_totals([modes[Recompute.NONE] for modes in row]),
-        ladder=ladder(row),
-        block=block(row),
-        ends=_ends(row, repeated),
-        repeated=repeated[Recompute.NONE],
-        kinds=tuple((kinds[one], number) for one, number in numbers.items()),
-    )
-
-
-def _alone_bytes(modes: Modes, arrangement: Arrangement) -> int:
-    return layer_state_bytes(modes[Recompute.NONE], arrangement) + min(
-        one.saved_bytes + one.transient_bytes + layer_unsharded_bytes(one, arrangement)
-        for one in modes.values()
-    )
-
-
-def _ends(row: Sequence[Modes], repeated: Modes) -> Ends:
-    is_repeated = [modes is repeated for modes in row]
-    leading, trailing = is_repeated.index(True), is_repeated[::-1].index(True)
-    return Ends(
-        leading=leading,
-        trailing=trailing,
-        between=is_repeated.count(False) - leading - trailing,
-        first_seconds=least_layer_seconds(row[0]) if leading else 0.0,
-        last_seconds=least_layer_seconds(row[-1]) if trailing else 0.0,
-    )
-
-
-def _totals(plain: Sequence[LayerCost]) -> LeastTotals:
-    return LeastTotals(
-        forward_seconds=sum(one.forward_seconds for one in plain),
-        backward_seconds=sum(one.backward_seconds for one in plain),
-        input_gradient_seconds=sum(
-            one.backward_seconds - one.weight_gradient_seconds for one in plain
-        ),
-        parameter_bytes=sum(one.parameter_bytes for one in plain),
-        gradient_bytes=sum(one.gradient_bytes for one in plain),
-        trainable=sum(one.trainable for one in plain),
-        least_output_bytes=min((one.output_bytes for one in plain[:-1]), default=0),
-    )
-
+from autopar.planner.programs.layouts.program import WeightLimit
 
 RankKinds = tuple[Kind, ...]  # distinct kinds of pipeline ranks
 Rooms = tuple[tuple[StageRoom, ...], ...]  # of each rank, by stage
@@ -169,6 +75,7 @@ class Bounds:
         self._facts: dict[tuple[LayerKey, RankKinds], LayoutFacts] = {}
         self._of_any: dict[tuple[LayerKey, RankKinds], LayoutFacts] = {}
         self._of_least: dict[tuple[LayerKey, RankKinds], LayoutFacts] = {}
+        self._trading: dict[tuple[LayerKey, RankKinds], tuple[LayoutFacts, ...]] = {}
         self._bottlenecks: dict[tuple[LayerBlock, PipelineRoom], float] = {}
 
     def of_point(self, point: Arrangement) -> float:
@@ -211,6 +118,15 @@ class Bounds:
         rooms = self._rooms(arrangement)
         best = self._bound(arrangement, self.of_any(arrangement), rooms)
         return self._of_objective(arrangement, best)
+
+    def trading(self, arrangement: Arrangement) -> float:
+        """Return a lower bound within the memory, in any layouts; infinite if nothing fits.
+
+        Unlike `within_memory`, it knows by how much layouts with smaller weights are slower.
+        """
+        rooms = self._rooms(arrangement)
+        bounds = (self._bound(arrangement, one, rooms) for one in self._traded(arrangement))
+        return self._of_objective(arrangement, min(bounds))
 
     def of_variant(self, arrangement: Arrangement) -> float:
         """Return a lower bound in the solved layouts; infinite if nothing fits."""
@@ -319,15 +235,60 @@ class Bounds:
 
     def of_any(self, arrangement: Arrangement) -> LayoutFacts:
         """Return facts that are lower limits over all layout solutions and devices."""
-        degree, fastest = arrangement.tensor, layer_key(arrangement, 0)
-        if degree == 1:
+        if arrangement.tensor == 1:
             return self.facts(arrangement, 0)
-        key = fastest, self.questions.kinds(arrangement)
+        key = layer_key(arrangement, 0), self.questions.kinds(arrangement)
         if key not in self._of_any:
-            unsplit = self._row(replace(fastest, tensor=1), key[1])
-            row = of_any(self._row(*key), unsplit, degree=degree)
-            self._of_any[key] = facts_of(row)
+            self._of_any[key] = facts_of(self._row_of_any(*key))
         return self._of_any[key]
+
+    def _row_of_any(self, fastest: LayerKey, kinds: RankKinds) -> tuple[Modes, ...]:
+        unsplit = self._row(replace(fastest, tensor=1), kinds)
+        return of_any(self._row(fastest, kinds), unsplit, degree=fastest.tensor)
+
+    def _traded(self, arrangement: Arrangement) -> tuple[LayoutFacts, ...]:
+        """Return facts of layouts of ever smaller weights; any layouts have some of these facts.
+
+        They hold for the slowest device, and if the states of all weights follow from their bytes.
+        Otherwise the result is `of_any`.
+        """
+        key = layer_key(arrangement, 0), self.questions.kinds(arrangement)
+        slowest = RowShare(self.costing.slowest_device, arrangement.microbatch)
+        if arrangement.tensor == 1 or key[1] != ((slowest,),) or not self._are_alike:
+            return (self.of_any(arrangement),)
+        if key not in self._trading:
+            row, limits = self._row_of_any(*key), self.costing.weight_limits(arrangement)
+            smaller = (*(one.most_bytes for one in limits[1:]), limits[-1].most_bytes)
+            pairs = zip(limits, smaller, strict=True)
+            self._trading[key] = tuple(self._between(row, *pair) for pair in pairs)
+        return self._trading[key]
+
+    def _between(self, row: Sequence[Modes], limit: WeightLimit, least_bytes: float) -> LayoutFacts:
+        """Return facts of layouts in which a layer's weights are between two limits.
+
+        The layers are those of the largest class. Their weights take the smaller limit or more, and
+        they take the seconds of the larger one or longer.
+        """
+        layers = self.costing.subject.layers
+        places = layers.classes[layers.largest].layers
+        share, held = least_bytes / self.state.parameter_bytes, self.state
+        raised = raised_weights(
+            {id(row[place]): row[place] for place in places},
+            parameter_bytes=int(least_bytes),
+            gradient_bytes=int(share * held.gradient_bytes),
+            optimizer_bytes=int(share * held.optimizer_bytes),
+            trainable=int(share * held.trainable),
+        )
+        facts = facts_of([raised.get(id(one), one) for one in row])
+        plain = raised[id(row[places[0]])][Recompute.NONE]
+        return facts.taking(limit.least_seconds) if facts.repeated is plain else facts
+
+    @cached_property
+    def _are_alike(self) -> bool:
+        """Whether all parameters are trained, and have the same type and optimizer states."""
+        parameters = self.costing.subject.graph.parameters
+        kinds = {(one.dtype, one.trainable, one.moments) for one in parameters}
+        return len(kinds) == 1 and parameters[0].trainable
 
     def of_least(self, arrangement: Arrangement) -> LayoutFacts:
         """Return facts that are lower limits over all layouts and devices, before any is solved."""

@@ -9,9 +9,11 @@ for a microbatch, and Σ that of all ranks together.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from autopar.planner.costs.prediction import Arrangement
+from autopar.planner.costs.prediction import Arrangement, LayerCost, Modes, Recompute
 from autopar.planner.costs.schedules.orders import PipelineShape
 from autopar.planner.costs.schedules.table import (
     SCHEDULES,
@@ -21,8 +23,11 @@ from autopar.planner.costs.schedules.table import (
 )
 from autopar.planner.costs.steps.bounds import DataBound, Shared, least_step_seconds
 from autopar.planner.costs.steps.framework import FrameworkConstants, update_seconds
+from autopar.planner.costs.steps.memory import layer_unsharded_bytes
 from autopar.planner.costs.steps.stage_load import RankGroups, norm_seconds
-from autopar.planner.plan.bounds.bottleneck import LayerBlock, RankCapacities
+from autopar.planner.costs.steps.state import host_bytes, layer_state_bytes
+from autopar.planner.plan.bounds.bottleneck import LayerBlock, Mode, RankCapacities, block
+from autopar.planner.plan.bounds.least import Ladder, ladder
 
 _HALVINGS = 8  # bisections of the slowest rank's interval
 
@@ -38,17 +43,7 @@ class LeastTotals:
     trainable: int
     input_gradient_seconds: float  # the part of the backward that is not deferred
     least_output_bytes: int  # the smallest output of a layer: every cut sends at least this much
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ends:
-    """How many other layers are before, after and between the repeated ones."""
-
-    leading: int
-    trailing: int
-    between: int
-    first_seconds: float  # least time of the first layer; 0 if it is a repeated one
-    last_seconds: float
+    more_seconds: float = 0.0  # of forward and backward together, besides the minimum of each
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +53,92 @@ class FittingBounds:
     recompute_seconds: float
     bottleneck_seconds: float
     capacities: RankCapacities
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutFacts:
+    """Facts about the layers in some layouts, for the bounds."""
+
+    totals: LeastTotals
+    ladder: Ladder
+    block: LayerBlock
+    repeated: LayerCost  # one of the repeated layers
+    kinds: tuple[tuple[Modes, int], ...]  # of layers, each with its count
+
+    def state_bytes(self, arrangement: Arrangement) -> int:
+        """Return the bytes of parameters, gradients and states of all layers under ZeRO."""
+        return sum(
+            number * layer_state_bytes(modes[Recompute.NONE], arrangement)
+            for modes, number in self.kinds
+        )
+
+    def taking(self, seconds: float) -> LayoutFacts:
+        """Return the facts if forward and backward of a repeated layer take this, or longer."""
+        plain = self.block.modes[0]
+        more = max(0.0, seconds - plain.forward_seconds - plain.backward_seconds)
+        return replace(
+            self,
+            block=replace(self.block, more_seconds=more),
+            totals=replace(self.totals, more_seconds=self.block.count * more),
+        )
+
+    def host_bytes(self, arrangement: Arrangement) -> int:
+        """Return what all layers have in the host's memory, those of all stages together."""
+        return sum(
+            number * host_bytes(modes[Recompute.NONE], arrangement) for modes, number in self.kinds
+        )
+
+    def least_alone_bytes(self, arrangement: Arrangement) -> int:
+        """Return the least memory of a rank that holds only the layer with the largest need."""
+        return max(_alone_bytes(modes, arrangement) for modes, _ in self.kinds)
+
+    def transient_bytes(self, arrangement: Arrangement) -> int:
+        """Return the least transient memory of every stage.
+
+        With a pipeline it is 0, since a stage may lack the layers that need it. Without one, the
+        single stage runs every layer. If a step has only one backward, only the need of the last
+        layer counts: no other layer runs while everything is saved.
+        """
+        if arrangement.pipeline > 1:
+            return 0
+        if arrangement.is_one_pass:
+            return self.ladder.last_transient_bytes
+        return self.ladder.transient_bytes
+
+
+def facts_of(row: Sequence[Modes]) -> LayoutFacts:
+    """Return the facts of a row of layers; equal layers are one object."""
+    numbers = Counter(map(id, row))
+    kinds = {id(modes): modes for modes in row}
+    repeated = kinds[max(numbers, key=lambda one: numbers[one])]
+    return LayoutFacts(
+        totals=_totals([modes[Recompute.NONE] for modes in row]),
+        ladder=ladder(row),
+        block=block(row),
+        repeated=repeated[Recompute.NONE],
+        kinds=tuple((kinds[one], number) for one, number in numbers.items()),
+    )
+
+
+def _alone_bytes(modes: Modes, arrangement: Arrangement) -> int:
+    return layer_state_bytes(modes[Recompute.NONE], arrangement) + min(
+        one.saved_bytes + one.transient_bytes + layer_unsharded_bytes(one, arrangement)
+        for one in modes.values()
+    )
+
+
+def _totals(plain: Sequence[LayerCost]) -> LeastTotals:
+    return LeastTotals(
+        forward_seconds=sum(one.forward_seconds for one in plain),
+        backward_seconds=sum(one.backward_seconds for one in plain),
+        input_gradient_seconds=sum(
+            one.backward_seconds - one.weight_gradient_seconds for one in plain
+        ),
+        parameter_bytes=sum(one.parameter_bytes for one in plain),
+        gradient_bytes=sum(one.gradient_bytes for one in plain),
+        trainable=sum(one.trainable for one in plain),
+        least_output_bytes=min((one.output_bytes for one in plain[:-1]), default=0),
+    )
 
 
 class StepBound:
@@ -78,10 +159,11 @@ class StepBound:
     def seconds(self, pressed: FittingBounds, repeated: LayerBlock) -> float:
         """Return the lower bound over all choices of stages."""
         totals = self.totals
-        backward = totals.backward_seconds + pressed.recompute_seconds
+        forward = totals.forward_seconds + totals.more_seconds
+        backward = totals.backward_seconds + totals.more_seconds + pressed.recompute_seconds
         return (
             self._computing(pressed, repeated)
-            + self.data.first_forward_more(totals.forward_seconds, totals.parameter_bytes)
+            + self.data.first_forward_more(forward, totals.parameter_bytes)
             + self.data.last_backward_more(backward, totals.gradient_bytes)
             + self._updating()
             + self.constants.step_seconds
@@ -93,18 +175,25 @@ class StepBound:
         A stage waits for the longer of computing and collectives. If collectives may take longer,
         they may hide the time of the other layers, which the bound then does not count.
         """
-        parameters, gradients = repeated.parameter_bytes, repeated.gradient_bytes
         is_waiting = self._is_waiting(repeated)
-        one = Shared(parameter_bytes=parameters, gradient_bytes=gradients)
-        modes = tuple(
-            replace(
-                mode,
-                forward_seconds=self.data.forward(mode.forward_seconds, one),
-                backward_seconds=self.data.backward(mode.backward_seconds, one),
-            )
-            for mode in repeated.modes
+        modes = tuple(self._shared(mode, repeated) for mode in repeated.modes)
+        return replace(
+            repeated, others=() if is_waiting else repeated.others, modes=modes, more_seconds=0.0
         )
-        return replace(repeated, others=() if is_waiting else repeated.others, modes=modes)
+
+    def _shared(self, mode: Mode, repeated: LayerBlock) -> Mode:
+        """Return a mode of a repeated layer with the time that data parallelism adds.
+
+        Of `more_seconds`, it is not known whether they belong to the forward or to the backward.
+        """
+        parameters, gradients = repeated.parameter_bytes, repeated.gradient_bytes
+        one = Shared(parameter_bytes=parameters, gradient_bytes=gradients)
+        forward = self.data.forward(mode.forward_seconds, one)
+        backward = self.data.backward(mode.backward_seconds, one)
+        computing = mode.seconds + repeated.more_seconds + self.data.gradients(gradients)
+        return replace(
+            mode, forward_seconds=forward, backward_seconds=max(backward, computing - forward)
+        )
 
     def _is_waiting(self, repeated: LayerBlock) -> bool:
         """Whether a stage's collectives may take longer than its computing."""
@@ -142,7 +231,8 @@ class StepBound:
         arrangement = self.arrangement
         microbatches, ranks = arrangement.microbatches, arrangement.pipeline
         stages = ranks * arrangement.stages_per_rank
-        alone = sum(self._passes(pressed, repeated)) + 2 * stages * self.action_seconds
+        alone = max(sum(self._passes(pressed, repeated)), self._computed(pressed))
+        alone += 2 * stages * self.action_seconds
         if self._is_on_demand:
             alone += 2 * (stages - 1) * self._transfer()
         slowest = self.rank_seconds(pressed.bottleneck_seconds)
@@ -153,6 +243,12 @@ class StepBound:
         even = microbatches * alone / ranks
         filling = self._filling(even, pressed, repeated) if self._is_split_in_turn else 0.0
         return max(least, self._through(pressed, repeated), even + waiting, filling)
+
+    def _computed(self, pressed: FittingBounds) -> float:
+        """Return what one microbatch computes in all layers together."""
+        totals = self.totals
+        passes = totals.forward_seconds + totals.backward_seconds + totals.more_seconds
+        return passes + pressed.recompute_seconds + self.data.gradients(totals.gradient_bytes)
 
     def _through(self, pressed: FittingBounds, repeated: LayerBlock) -> float:
         """Return a microbatch's time through all stages and back.

@@ -117,7 +117,8 @@ class BoundKind(IntEnum):
 
     UNSOLVED = 0  # the least time and memory of any layouts, before any are solved
     OF_ANY = 1  # the time of the fastest layouts, and the least memory of any
-    OF_LAYOUTS = 2  # time and memory of the solved layouts
+    TRADING = 2  # the same, but with the least time of layouts whose weights fit in the memory
+    OF_LAYOUTS = 3  # time and memory of the solved layouts
 
 
 @dataclass(frozen=True, slots=True)

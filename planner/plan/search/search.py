@@ -3,7 +3,7 @@
     degrees × microbatch × compiled  bounded by the fastest split of each op, without communication
     └ schedule × stages per rank × ZeRO × shard × 16-bit sums × offload
                                     bounded also by gathers, reductions, updates, recomputation
-      └ the fastest layouts         bounded also by their communication
+      └ the fastest layouts         bounded also by communication; then by what smaller weights cost
         └ layouts that need less memory are solved
                                     bounded also by the recomputation that these need
           └ stages are solved       an exact prediction
@@ -81,7 +81,7 @@ from autopar.planner.plan.solving.candidate import (
 )
 from autopar.planner.plan.solving.costing import PriceBook, SearchSubject, model_flops
 from autopar.planner.plan.solving.prices import Prices
-from autopar.planner.programs.stages.choice import EXACT, QUICK, THOROUGH, is_wide
+from autopar.planner.programs.stages.choice import EXACT, NEAR, QUICK, THOROUGH, is_wide
 
 _ENDLESS_BYTES = 1 << 60
 EFFORTS = (QUICK, THOROUGH, EXACT)  # for one arrangement, one after another
@@ -154,8 +154,7 @@ class Explorer:
     ) -> None:
         assert constraints.global_batch is not None
         self.subject, self.cluster, self.constraints = subject, cluster, constraints
-        self.objective = constraints.objective
-        self.report = report
+        self.objective, self.report = constraints.objective, report
         self.choices: Choices = choices_of(subject, cluster, constraints)
         self.costing = PriceBook(
             subject,
@@ -242,8 +241,8 @@ class Explorer:
     def _to_beat(self, arrangement: Arrangement) -> float:
         """Return the seconds to beat; for runners-up, those of the last one that may be listed."""
         if self._looked_beside:
-            endless = [float("inf")] * (MOST_SHOWN + 2)
-            return sorted([*self._least.values(), *endless])[MOST_SHOWN + 1]
+            slower = sorted(self._least.values())[MOST_SHOWN + 1 :]
+            return min(slower, default=float("inf"))
         if not self._is_choosing:
             return self._known.fastest
         return self._known.to_beat(self._complexity_below(Variant(arrangement)))
@@ -284,6 +283,7 @@ class Explorer:
         bound_of = {
             BoundKind.UNSOLVED: self.bounds.unsolved,
             BoundKind.OF_ANY: self.bounds.within_memory,
+            BoundKind.TRADING: self.bounds.trading,
             BoundKind.OF_LAYOUTS: self.bounds.of_variant,
         }[bound_kind]
         bounds = {one: bound_of(one) for one in family}
@@ -340,7 +340,7 @@ class Explorer:
             return []
         again = replace(item, effort=item.effort + 1, thriftier=())
         is_last = again.effort + 1 == len(EFFORTS)
-        only_proves = is_last and is_wide(item.arrangement)
+        only_proves = is_last and (is_wide(item.arrangement) or found > NEAR * to_beat)
         if answer.is_final or again.effort == len(EFFORTS) or (only_proves and self._is_choosing):
             return [Unproved(bound=bound)]
         kinds = {"is_deep": False, "is_last": is_last, "only_proves": only_proves}

@@ -39,6 +39,7 @@ from autopar.planner.programs.layouts.choice import (
     LinePrice,
 )
 from autopar.planner.programs.layouts.edges import Structure, structure_of
+from autopar.planner.programs.layouts.program import WeightLimit
 from autopar.planner.programs.layouts.rules import LayoutRules, own_layouts
 from autopar.planner.programs.solver import NOTHING_SOLVED, SolverReport
 
@@ -81,7 +82,7 @@ class PriceBook:
         self.rules = rules
         self.measured = measured
         self.residence: Residence = residence(subject.graph, subject.layers)
-        self._slowest_device = slowest_device(cluster)
+        self.slowest_device = slowest_device(cluster)
         self._fastest: dict[_Layers, LayoutSolution] = {}
         self._fronts: dict[_Layers, tuple[LayoutSolution, ...]] = {}
         self._simpler: dict[LayerKey, LayoutSolution] = {}
@@ -107,7 +108,7 @@ class PriceBook:
 
     def _pricer(self, of: LayerKey | Arrangement) -> OpPricer:
         """Return the pricer of a microbatch on the slowest device."""
-        return self.pricer(RowShare(self._slowest_device, of.microbatch), of.compile)
+        return self.pricer(RowShare(self.slowest_device, of.microbatch), of.compile)
 
     def cluster_of(self, arrangement: Arrangement) -> Cluster:
         """Return the cluster with its nodes in the order of an arrangement."""
@@ -136,6 +137,13 @@ class PriceBook:
                 known.front = self._program(of).front()
             self._fronts[key] = known.front
         return self._fronts[key]
+
+    def weight_limits(self, of: LayerKey | Arrangement) -> tuple[WeightLimit, ...]:
+        """Return bounds of a microbatch's seconds in any layouts, by the bytes of their weights."""
+        known = self._at(of)
+        if known.weight_limits is None:
+            known.weight_limits = self._program(of).weight_limits()
+        return known.weight_limits
 
     def solution(self, inside: LayerKey) -> LayoutSolution:
         """Return one of the solutions, or simpler layouts near it."""
@@ -170,7 +178,7 @@ class PriceBook:
                 microbatch=of.microbatch,
                 compile=of.compile,
                 shape=self.tensor_shape(of.tensor),
-                device=self._slowest_device,
+                device=self.slowest_device,
                 rules=self.rules,
             )
             self._by_layers[key] = self.prices.at(priced)

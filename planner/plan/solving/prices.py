@@ -10,6 +10,7 @@ from autopar.planner.cluster.shape import GroupShape, RowShare
 from autopar.planner.costs.ops.pricer import OpPricer
 from autopar.planner.costs.prediction import Compile, Modes
 from autopar.planner.programs.layouts.choice import LayoutProgram, LayoutSolution, LinePrice
+from autopar.planner.programs.layouts.program import WeightLimit
 from autopar.planner.programs.layouts.rules import LayoutRules
 
 
@@ -54,6 +55,7 @@ class StoredPrices:
 
     fastest: LayoutSolution | None
     front: tuple[LayoutSolution, ...] | None
+    weight_limits: tuple[WeightLimit, ...] | None
     simpler: tuple[tuple[LayerKey, LayoutSolution], ...]
     rows: tuple[PricedRows, ...]
 
@@ -64,6 +66,7 @@ class LayoutPrices:
 
     fastest: LayoutSolution | None = None
     front: tuple[LayoutSolution, ...] | None = None
+    weight_limits: tuple[WeightLimit, ...] | None = None
     simpler: dict[LayerKey, LayoutSolution] = field(default_factory=dict)
     rows: dict[tuple[LayerKey, RowShare], tuple[Modes, ...]] = field(default_factory=dict)
     program: LayoutProgram | None = None
@@ -76,13 +79,20 @@ class LayoutPrices:
             for one in known.rows
         }
         simpler = dict(known.simpler)
-        return cls(fastest=known.fastest, front=known.front, simpler=simpler, rows=rows)
+        return cls(
+            fastest=known.fastest,
+            front=known.front,
+            weight_limits=known.weight_limits,
+            simpler=simpler,
+            rows=rows,
+        )
 
     def stored(self) -> StoredPrices:
         """Return the prices in the form for the disk."""
         return StoredPrices(
             fastest=self.fastest,
             front=self.front,
+            weight_limits=self.weight_limits,
             simpler=tuple(self.simpler.items()),
             rows=tuple(_numbered(*key, row) for key, row in self.rows.items()),
         )
@@ -90,8 +100,8 @@ class LayoutPrices:
     @property
     def size(self) -> int:
         """The number of layouts and rows, which only grows."""
-        ends = (self.fastest is not None) + (self.front is not None)
-        return ends + len(self.simpler) + len(self.rows)
+        once = sum(one is not None for one in (self.fastest, self.front, self.weight_limits))
+        return once + len(self.simpler) + len(self.rows)
 
     @property
     def is_proved(self) -> bool:

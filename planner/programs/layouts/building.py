@@ -260,6 +260,7 @@ class _Builder:
             layouts=layouts,
             seconds=tuple(len(weights) * self._gradient_seconds(tensor, x) for x in layouts),
             weight_bytes=tuple(len(weights) * self._bytes(tensor, x) for x in layouts),
+            weights=len(weights),
         )
 
     def _gradient_seconds(self, tensor: str, layout: Layout) -> float:

@@ -23,7 +23,7 @@ from autopar.planner.programs.layouts.problem import (
     printed_lines,
     totals,
 )
-from autopar.planner.programs.layouts.program import LayoutModel, ProgramUnits
+from autopar.planner.programs.layouts.program import LayoutModel, ProgramUnits, WeightLimit
 from autopar.planner.programs.layouts.rules import FREE, LayoutRules, Slots, check_rules
 from autopar.planner.programs.solver import (
     Infeasible,
@@ -146,6 +146,10 @@ class LayoutProgram:
         """Return the Pareto-optimal layouts, the fastest first."""
         return tuple(map(self._as_solution, self._front.points))
 
+    def weight_limits(self) -> tuple[WeightLimit, ...]:
+        """Return the least times of a layer of the largest class, by the bytes of its weights."""
+        return tuple(self._front.model.weight_limits(self._place.layers.largest))
+
     def simpler(self, number: int, price: LinePrice, *, is_one_stage: bool) -> LayoutSolution:
         """Return layouts with fewer printed lines than point `number` of the front, if any.
 
@@ -201,17 +205,12 @@ class ParetoFront:
     """Finds the Pareto front of a problem: solves it with several budgets, or prices of bytes."""
 
     def __init__(
-        self,
-        problem: Problem,
-        budget: Budget,
-        *,
-        most_nodes: int,
-        solver: SolverName | None,
+        self, problem: Problem, budget: Budget, *, most_nodes: int, solver: SolverName | None
     ) -> None:
         self._problem, self._budget = problem, budget
         self._most_nodes, self._solver = most_nodes, solver
         self.units = _units(problem, budget)
-        self._model = LayoutModel(problem, self.units)
+        self.model = LayoutModel(problem, self.units)
 
     @cached_property
     def fastest(self) -> SolvedPoint:
@@ -275,11 +274,11 @@ class ParetoFront:
 
     def _fastest(self, budget_bytes: float) -> SolvedPoint | None:
         return self._solved(
-            self._model, second_price=1.0, byte_price=_TIE, budget_bytes=budget_bytes
+            self.model, second_price=1.0, byte_price=_TIE, budget_bytes=budget_bytes
         )
 
     def _cheapest(self, *, second_price: float, byte_price: float) -> SolvedPoint:
-        point = self._solved(self._model, second_price=second_price, byte_price=byte_price)
+        point = self._solved(self.model, second_price=second_price, byte_price=byte_price)
         if point is None:  # pins exclude the unsplit layouts
             raise InfeasibleError(
                 "no layouts split all that must be split: then an op's result would have a layout "

@@ -43,7 +43,8 @@ class LayoutNode:
 class ChoiceSource:
     """A tensor that an op makes (node, output), or a slot with its possible layouts.
 
-    Layout l of a slot costs seconds[l] and takes weight_bytes[l]; both are 0 except for parameters.
+    Layout l of a slot costs seconds[l] and takes weight_bytes[l]; both are 0 except for parameters,
+    of which the slot has `weights`.
     """
 
     tensor: str
@@ -51,6 +52,7 @@ class ChoiceSource:
     layouts: tuple[Layout, ...] = ()
     seconds: tuple[float, ...] = ()
     weight_bytes: tuple[int, ...] = ()
+    weights: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +103,12 @@ class Problem:
     demands: tuple[Demand, ...]
     keeps: tuple[Keep, ...]
     alike: tuple[SameChoices, ...] = ()
+
+    def class_of(self, demand: Demand) -> int:
+        """Return the class of the layer that pays for a demand's conversions; -1 if none does."""
+        producer = self.sources[demand.source].producer
+        nodes = [node for node, _ in (*demand.consumers, *((producer,) if producer else ()))]
+        return self.nodes[nodes[0]].layer_class if nodes else -1
 
     def in_steps_of(self, microbatches: int) -> Problem:
         """Return the problem with the seconds of gradient sums divided by the microbatches.

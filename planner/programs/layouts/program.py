@@ -34,14 +34,16 @@ A conversion is paid once per tensor, layer and layout, however many consumers s
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any, TypeAlias
 
 import pulp
 
 from autopar.planner.graph.layouts import WHOLE, Layout
 from autopar.planner.programs.layouts.problem import Assignment, Demand, PrintedCode, Problem
-from autopar.planner.programs.solver import chosen, new_program
+from autopar.planner.programs.solver import GrowingProgram, chosen, new_program
 
 Sum: TypeAlias = Any  # pulp.LpAffineExpression, which has no types
 
@@ -58,6 +60,21 @@ class ProgramUnits:
     byte_unit: float
     saved_factor: float
     weight_factor: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightLimit:
+    """A limit of a layer's weights on a rank, and the least time of the layer within it.
+
+    In any layouts whose weights take at most `most_bytes`, forward and backward of a microbatch
+    take `least_seconds` or longer.
+    """
+
+    most_bytes: float
+    least_seconds: float
+
+
+_NEXT_LIMIT = 0.8  # times the limit before
 
 
 @dataclass(slots=True)
@@ -116,6 +133,39 @@ class LayoutModel:
             _require_budget(self._model, self._bytes, budget_bytes)
         return program
 
+    def weight_limits(self, layer_class: int) -> Iterator[WeightLimit]:
+        """Yield what a layer of a class takes at least, within ever smaller limits of its weights.
+
+        These are optima of the relaxed program. Sums that are done once per step are left out. The
+        first limit is infinite; the last one is the least that the weights can take.
+        """
+        model, relaxed = self._model, GrowingProgram()
+        column = {one: relaxed.column() for one in model.program.variables()}
+        for row in model.program.constraints.values():
+            least, most = row.getLb(), row.getUb()
+            relaxed.add(
+                ((column[one], factor) for one, factor in row.items()),
+                least=-inf if least is None else least,
+                most=inf if most is None else most,
+            )
+        taken = ((column[one], part) for one, part in _seconds_of(model, layer_class))
+        relaxed.add([*taken, (relaxed.least, -1.0)], most=0.0)
+        sizes = [[(column[one], part) for one, part in own] for own in _held(model, layer_class)]
+        smallest, largest = (sum(end(x for _, x in own) for own in sizes) for end in (min, max))
+        limit, known = inf, 0.0
+        while True:
+            known = max(known, relaxed.solve() or 0.0)
+            if known == inf:
+                return
+            yield WeightLimit(
+                most_bytes=limit * model.weights.byte_unit,
+                least_seconds=known * model.weights.second_unit,
+            )
+            if limit <= smallest:
+                return
+            limit = max(min(limit, largest) * _NEXT_LIMIT, smallest)
+            relaxed.add((term for own in sizes for term in own), most=limit)
+
     def assignment(self) -> Assignment:
         """Return the choices of the solved program."""
         return Assignment(
@@ -140,6 +190,35 @@ def _make_choices(model: _Model) -> None:
         for variable, seconds, size in zip(own, source.seconds, source.weight_bytes, strict=True):
             model.seconds.append((variable, seconds / weights.second_unit))
             model.bytes.append((variable, weights.weight_factor * size / weights.byte_unit))
+
+
+def _seconds_of(model: _Model, layer_class: int) -> Iterator[tuple[pulp.LpVariable, float]]:
+    """Yield what variables add to the seconds of a layer of a class."""
+    problem, unit = model.problem, model.weights.second_unit
+    for node, own in zip(problem.nodes, model.x, strict=True):
+        if node.layer_class == layer_class:
+            yield from zip(own, (one.seconds / unit for one in node.choices), strict=True)
+    for demand, made in zip(problem.demands, model.w, strict=True):
+        if problem.class_of(demand) == layer_class:
+            for ends, variable in made.items():
+                yield variable, demand.seconds[ends] / unit
+
+
+def _held(model: _Model, layer_class: int) -> Iterator[list[tuple[pulp.LpVariable, float]]]:
+    """Yield what the layouts of each weight of a layer add to its bytes.
+
+    Weights that some layers of the class share are left out.
+    """
+    problem, unit = model.problem, model.weights.byte_unit
+    used = dict.fromkeys(d.source for d in problem.demands if problem.class_of(d) == layer_class)
+    count = next(one.count for one in problem.nodes if one.layer_class == layer_class)
+    for e in used:
+        source = problem.sources[e]
+        if source.weights == count:
+            yield [
+                (one, size / count / unit)
+                for one, size in zip(model.u[e], source.weight_bytes, strict=True)
+            ]
 
 
 def _require_one_choice(model: _Model) -> None:

@@ -34,7 +34,7 @@ from autopar.planner.programs.stages.question import Cut, StageQuestion
 
 _BETTER = 1.0 - 1e-9  # times the best cut's step: a step has to be shorter to be better
 _LEAST_NODES = 20  # of one program
-_NEAR = 1.1  # times the best step: a slower cut is not improved, moving layers gains too little
+NEAR = 1.1  # times the best step: a slower cut is not improved, moving layers gains too little
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,10 +147,10 @@ class Chooser:
         It stops when the remaining moves would not reach the best known cut, if each gained as much
         as the last one.
         """
-        here = self.price(cut, below_seconds=_NEAR * self.top).best if cut else None
+        here = self.price(cut, below_seconds=NEAR * self.top).best if cut else None
         gain = math.inf
         for left in range(most_moves, 0, -1):
-            if here is None or here.seconds > min(_NEAR * self.top, self.top + left * gain):
+            if here is None or here.seconds > min(NEAR * self.top, self.top + left * gain):
                 return
             self.chains.add(self._deciding(here))
             before = here

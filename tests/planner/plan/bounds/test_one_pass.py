@@ -13,11 +13,11 @@ from autopar.planner.costs.steps.memory import context_bytes, layer_unsharded_by
 from autopar.planner.costs.steps.stage_load import stage_load
 from autopar.planner.costs.steps.state import layer_state_bytes
 from autopar.planner.plan.bounds.bottleneck import PipelineRoom, StageRoom, least_bottleneck_seconds
-from autopar.planner.plan.bounds.bounding import LayoutFacts, facts_of
 from autopar.planner.plan.bounds.least import (
     activation_budget_bytes,
     least_recompute_seconds,
 )
+from autopar.planner.plan.bounds.step import LayoutFacts, facts_of
 from tests.planner.programs.stages.stage_cases import MODES, StageCase, whole_case
 
 ROUNDING = 1 + 1e-9

@@ -117,6 +117,7 @@ class Solved:
     unsolved: float
     without_memory: float
     within_memory: float
+    trading: float
     of_variant: float
     value: float
 
@@ -138,6 +139,7 @@ def _solved(every: Explorer) -> Iterator[Solved]:
                 unsolved=every.bounds.unsolved(variant),
                 without_memory=every.bounds.without_memory(variant),
                 within_memory=every.bounds.within_memory(variant),
+                trading=every.bounds.trading(variant),
                 of_variant=every.bounds.of_variant(variant),
                 value=value,
             )
@@ -150,6 +152,7 @@ def test_no_bound_exceeds_what_an_arrangement_comes_to(case: Case) -> None:
         assert one.unsolved <= one.value * ROUNDING, one
         assert one.without_memory <= one.value * ROUNDING, one
         assert one.within_memory <= one.value * ROUNDING, one
+        assert one.trading <= one.value * ROUNDING, one
         assert one.of_variant <= one.value * ROUNDING, one
 
 

@@ -10,8 +10,14 @@ from hypothesis import strategies as st
 
 from autopar.planner.cluster.shape import GroupShape
 from autopar.planner.programs.layouts import program as layout_model
-from autopar.planner.programs.layouts.choice import Budget, LayoutSolution, solve_layouts
-from autopar.planner.programs.layouts.rules import find_slots
+from autopar.planner.programs.layouts.building import LayoutInput
+from autopar.planner.programs.layouts.choice import (
+    Budget,
+    LayoutProgram,
+    LayoutSolution,
+    solve_layouts,
+)
+from autopar.planner.programs.layouts.rules import FREE, find_slots
 from autopar.planner.programs.solver import SolverName
 from tests.cells import examples
 from tests.planner.programs.brute_force import BruteForce
@@ -87,6 +93,26 @@ def test_the_front_gets_smaller_and_slower(model: SmallModel, seed: int) -> None
     sizes = [point.saved_bytes + point.weight_bytes for point in front]
     assert seconds == sorted(seconds)
     assert sizes == sorted(sizes, reverse=True)
+
+
+@settings(max_examples=examples(30), derandomize=True)
+@given(model=models, seed=st.integers(0, 10**6))
+def test_no_layouts_are_faster_than_their_weights_allow(model: SmallModel, seed: int) -> None:
+    place = LayoutInput(
+        graph=model.graph, axes=model.axes, layers=model.layers,
+        pricer=_pricer(model, batch=2, seed=seed), degree=DEGREE,
+        shape=GroupShape(ranks=DEGREE, crossings=()), rules=FREE, microbatches=1,
+    )  # fmt: skip
+    program = LayoutProgram(place, Budget())
+    limits, count = program.weight_limits(), len(model.layers.classes[model.layers.largest].layers)
+    sizes, seconds = zip(*((one.most_bytes, one.least_seconds) for one in limits), strict=True)
+    assert sorted(sizes, reverse=True) == [*sizes]
+    assert sorted(seconds) == [*seconds]
+    assert seconds[0] > 0
+    for one in program.front():
+        own_bytes = one.weight_bytes / count  # a layer's, or more: other layers may have weights
+        least = max(x for x, most in zip(seconds, sizes, strict=True) if most >= own_bytes)
+        assert one.seconds >= count * least * (1 - 1e-6)
 
 
 def test_the_module_lists_its_families_of_constraints() -> None:
