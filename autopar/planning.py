@@ -1,34 +1,24 @@
-"""Turns a model file and options into a plan, its script, and the verification of the script."""
+"""Turns a model file and options into a plan and its script."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
+from subprocess import DEVNULL, PIPE, Popen
 from typing import TYPE_CHECKING
 
 from autopar.console import print_note, progress, status_line
-from autopar.notes import (
-    note_breaks,
-    note_compiling,
-    note_devices,
-    note_objects_kept,
-    note_offload,
-    note_optimizer,
-    note_own_choices,
-    note_own_gradients,
-    note_plan,
-    note_profile,
-    note_rows,
-    note_unaligned,
-    note_unpriced,
-)
+from autopar.notes import note_found, note_profile, note_traced
 from autopar.options import MachineOptions, clusters_of
 from autopar.planner.axes.infer import infer_axes
 from autopar.planner.cluster.cluster import Cluster
 from autopar.planner.costs.prediction import Compile
-from autopar.planner.errors import AutoparError, LostLayersError
+from autopar.planner.errors import LostLayersError
 from autopar.planner.files import refuse_replacing
 from autopar.planner.model.functions import DATA_READS
 from autopar.planner.model.model_file import load_model_file, model_path, split_spec
@@ -42,8 +32,7 @@ from autopar.planner.plan.files.cache import (
     Question,
     cache_folder,
 )
-from autopar.planner.plan.files.document import plan_text
-from autopar.planner.plan.fleet import Training
+from autopar.planner.plan.files.document import parse_plan, plan_text
 from autopar.planner.plan.plan import Plan, StoredPlan, with_graph
 from autopar.planner.plan.planned import (
     PlanDemands,
@@ -53,7 +42,6 @@ from autopar.planner.plan.planned import (
     training_of,
 )
 from autopar.planner.plan.search.demands import may_compile
-from autopar.planner.plan.telling.words import parts_apart, statistics_apart
 from autopar.planner.plan.traced import (
     ChangedModelError,
     TracedModel,
@@ -70,7 +58,7 @@ from autopar.planner.profile.measured import MeasuredFile, read_measurements
 
 # Modules that need torch are imported in functions: planning a cached model needs no torch.
 if TYPE_CHECKING:
-    from autopar.codegen.proof.comparison import TrainingComparison
+    from autopar.codegen.subject import BuiltModel
 
 
 def cache_of(uses_cache: bool) -> Cache:
@@ -104,12 +92,17 @@ def recalled_plan(plan: StoredPlan, folder: Path) -> Plan | None:
 
 
 def script_of(
-    plan: StoredPlan, destination: Path, *, folder: Path | None = None, uses_cache: bool = True
+    plan: StoredPlan,
+    destination: Path,
+    *,
+    folder: Path | None = None,
+    uses_cache: bool = True,
+    built: BuiltModel | None = None,
 ) -> CachedScript:
     """Return the script of a plan for a path, from the cache if plan, model and path are known.
 
     A relative path of the model file is looked for in the working directory, then in `folder` (that
-    of the script by default) and in its parents.
+    of the script by default) and in its parents. `built` is the plan's model, if it is built.
     """
     place, cache = destination.resolve(), cache_of(uses_cache)
     beside = place.parent if folder is None else folder
@@ -118,7 +111,7 @@ def script_of(
     timeless = replace(plan, proof=replace(plan.proof, search_seconds=0.0))
     question = (plan_text(timeless), path, place, beside.resolve(), Path.cwd())
     known = cache.find(CachedScript, question)
-    made = known or _emitted(plan, destination, beside, uses_cache=uses_cache)
+    made = known or _emitted(plan, destination, beside, uses_cache=uses_cache, built=built)
     if known is None:
         cache.keep(made, question, model=path)
     refuse_replacing(place, path)
@@ -128,7 +121,12 @@ def script_of(
 
 
 def _emitted(
-    plan: StoredPlan, destination: Path, folder: Path, *, uses_cache: bool
+    plan: StoredPlan,
+    destination: Path,
+    folder: Path,
+    *,
+    uses_cache: bool,
+    built: BuiltModel | None,
 ) -> CachedScript:
     from autopar.codegen.emit import emit_with_notes
 
@@ -136,7 +134,7 @@ def _emitted(
         whole, cache = traced_plan(plan, folder, uses_cache=uses_cache), cache_of(uses_cache)
         try:
             text, notes = emit_with_notes(
-                whole, destination=destination, folder=folder, cache=cache
+                whole, destination=destination, folder=folder, cache=cache, built=built
             )
         except LostLayersError as lost:
             return CachedScript(lost=lost.paths)
@@ -208,10 +206,16 @@ def make_plan(
     return make_plans(request, looks_at_fewer=False).plan
 
 
-def make_plans(request: Request, *, looks_at_fewer: bool = True) -> Planned:
+def make_plans(
+    request: Request,
+    *,
+    looks_at_fewer: bool = True,
+    on_search: Callable[[], None] = lambda: None,
+) -> Planned:
     """Trace a model once, find its best plan on each cluster, and choose one of them.
 
-    Impossible requests are rejected as early as possible.
+    Impossible requests are rejected as early as possible. `on_search` is called before a search,
+    but not if the cache has its result.
     """
     demands = PlanDemands(
         clusters=request.clusters,
@@ -225,15 +229,10 @@ def make_plans(request: Request, *, looks_at_fewer: bool = True) -> Planned:
         traced = read_model(request)
         report("finding its axes and layers")
         training = training_of(traced, demands)
-        _tell_findings(traced, training, request)
+        note_traced(traced, training, request.clusters[-1])
         cache = cache_of(request.uses_cache)
-        found = plan_training(training, demands, report, cache=cache)
-    note_objects_kept(found.plan, training.layers)
-    note_plan(found.plan)
-    note_unaligned(found.plan, training.axes)
-    note_compiling(found.plan, training.axes, training.layers)
-    note_breaks(found.plan)
-    note_offload(found.plan)
+        found = plan_training(training, demands, report, cache=cache, on_search=on_search)
+    note_found(found.plan, training)
     return found
 
 
@@ -292,24 +291,11 @@ def read_model(request: Request) -> TracedModel:
     return traced
 
 
-def _tell_findings(traced: TracedModel, training: Training, request: Request) -> None:
-    """Print notes about a model before the search for its plan."""
-    graph = traced.graph
-    for note in traced.notes or ():
-        print_note(note)
-    note_own_choices(graph)
-    note_own_gradients(graph)
-    note_optimizer(traced.optimizer)
-    note_devices(graph, request.clusters[-1])
-    note_rows(graph, training.constraints)
-    note_unpriced(graph, training.axes)
-
-
 def scripted(
     request: Request,
     destination: Path,
     *,
-    plans: Callable[[Request], Planned] = make_plans,
+    plans: Callable[..., Planned] = make_plans,
 ) -> tuple[Planned, str]:
     """Return the best plan that a script can be written for, and the script.
 
@@ -317,8 +303,10 @@ def scripted(
     script is written. Otherwise the plan is made again without recomputing that layer. If the
     cached graph is outdated, the plan is made again without the cache.
     """
-    found = plans(request)
     try:
+        with _script_process(request, destination) as process:
+            found = plans(request, on_search=process.start)
+            process.write(found.plan)
         made = script_of(found.plan, destination, uses_cache=request.uses_cache)
     except ChangedModelError as changed:
         if not request.uses_cache:
@@ -338,55 +326,64 @@ def scripted(
     return found, made.text
 
 
-TOLERANCE = 1e-9  # in float64, after several steps of AdamW
-STEPS = 3
-MANY_FLOPS = 2e12  # a larger step takes minutes on CPUs
-_QUICK_SECONDS = 10.0
-_START_SECONDS = 3.0  # for a process to import torch, if it has a core
-_FLOPS_PER_SECOND = 1e9  # of a core, in float64 with small tensors
+class _ScriptProcess:
+    """A process that imports torch and builds the model while this process searches for a plan.
 
-
-def is_quick(plan: Plan, cores: int) -> bool:
-    """Whether verifying a plan takes less than ten seconds, as for models of tests and demos.
-
-    False for plans that deliberately train differently from one process.
+    Then it writes the script into the cache. If it fails, nothing is in the cache; the script is
+    written by this process, which raises the error.
     """
-    if parts_apart(plan) or statistics_apart(plan):
-        return False
-    processes = plan.arrangement.ranks + 1
-    computed = 2 * (STEPS + 1) * plan.step_flops  # by all ranks together, and by one process
-    seconds = _START_SECONDS * max(1.0, processes / cores) + computed / _FLOPS_PER_SECOND
-    return seconds < _QUICK_SECONDS
+
+    def __init__(self, request: Request, destination: Path) -> None:
+        self.running: Popen[bytes] | None = None
+        code = f"import sys; sys.path[:] = {sys.path!r}; import {__name__} as p; p.write_script()"
+        given = (str(destination), request.model, *request.arguments)
+        self._command = [sys.executable, "-c", code, *given] if request.uses_cache else []
+
+    def start(self) -> None:
+        """Start the process, unless this process has torch, and so writes a script quickly."""
+        if self._command and "torch" not in sys.modules:
+            with suppress(OSError):
+                self.running = Popen(self._command, stdin=PIPE, stdout=DEVNULL, stderr=DEVNULL)
+
+    def write(self, plan: Plan) -> None:
+        """Give a plan to the process, if it was started, and wait for its end."""
+        if self.running is not None:
+            with progress("writing the script"):
+                self.running.communicate(plan_text(plan).encode())
 
 
-def verified(plan: Plan, folder: Path, script: Path) -> TrainingComparison | None:
-    """Compare a script with one process; if the comparison fails, print why and return None.
-
-    Layers run uncompiled (eager), because compiling would take much longer than the training.
-    """
-    from autopar.codegen.proof.verification import check_fits, read_script_of, verify
-
+@contextmanager
+def _script_process(request: Request, destination: Path) -> Iterator[_ScriptProcess]:
+    process = _ScriptProcess(request, destination)
     try:
-        check_fits(plan, memory_bytes())
-        ranks = plan.arrangement.ranks
-        with progress(f"training {STEPS} steps on {ranks} processes and on one"):
-            given = read_script_of(plan, script, folder)
-            return verify(plan, folder, given, steps=STEPS, compiles=False)
-    except AutoparError as error:
-        why = error.found
-    except Exception as error:  # the model may raise anything on CPUs
-        why = f"{type(error).__name__}: {error}"
-    print_note(f"the plan could not be verified on the CPUs here: {why}")
-    return None
+        yield process
+    finally:
+        if process.running is not None:
+            process.running.kill()
+            process.running.communicate()
+
+
+def write_script() -> None:
+    """Run the process of `_ScriptProcess`: build the model, read a plan, write its script.
+
+    The plan comes on stdin when the search has ended; none comes if the search fails.
+    """
+    destination, model, *arguments = sys.argv[1:]
+    with os.fdopen(os.dup(0)) as given, DATA_READS.watched():
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # for the model file, if it reads stdin
+        import_module("autopar.codegen.emit")  # beforehand, because it takes long
+        from autopar.codegen.subject import BuiltModel
+
+        built = BuiltModel.of(load_model_file(model, arguments))
+        if text := given.read():
+            script_of(parse_plan(text, where="stdin"), Path(destination), built=built)
+
+
+# Of a verification:
+TOLERANCE = 1e-9  # in float64, after several steps of AdamW
+MANY_FLOPS = 2e12  # a larger step takes minutes on CPUs
 
 
 def memory_bytes() -> int:
     """Return the size of this machine's memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def verify_command(plan: Plan, folder: Path) -> str:
-    """Return the command that verifies a plan, with a smaller model if the plan's is too large."""
-    is_large = plan.step_flops > MANY_FLOPS
-    smaller = " --arg NAME=VALUE (a smaller model: see build_model in the model file)"
-    return f"autopar verify {folder}{smaller if is_large else ''}"

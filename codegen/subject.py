@@ -20,7 +20,7 @@ from autopar.planner.model.without_memory import without_memory
 from autopar.planner.plan.files.cache import NO_CACHE, Cache, CachedLengths, lengths_found
 from autopar.planner.plan.files.graph import graph_document
 from autopar.planner.plan.plan import Model, Plan
-from autopar.planner.plan.traced import ChangedModelError, planned_file
+from autopar.planner.plan.traced import ChangedModelError, check_functions, planned_file
 from autopar.planner.precision import Precision
 
 
@@ -36,10 +36,31 @@ class PlannedSubject:
     opened: OpenedSource
 
 
-def subject_of(plan: Plan, folder: Path, cache: Cache = NO_CACHE) -> PlannedSubject:
-    """Return a plan's subject; a relative model file lies in the working directory or `folder`."""
-    file = planned_file(plan, folder)
-    model = without_memory(file)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuiltModel:
+    """A loaded model file, and the model that it builds, on the meta device."""
+
+    file: ModelFile
+    model: nn.Module
+
+    @classmethod
+    def of(cls, file: ModelFile) -> BuiltModel:
+        """Build the model of a file."""
+        return cls(file=file, model=without_memory(file))
+
+
+def subject_of(
+    plan: Plan, folder: Path, cache: Cache = NO_CACHE, built: BuiltModel | None = None
+) -> PlannedSubject:
+    """Return a plan's subject; a relative model file lies in the working directory or `folder`.
+
+    `built` is the model of the plan's file, if it is built already.
+    """
+    if built is None:
+        built = BuiltModel.of(planned_file(plan, folder))
+    else:
+        check_functions(plan, built.file)
+    file, model = built.file, built.model
     _check_same_parameters(plan, model, file.path)
     _check_same_modules(plan, model, file.path)
     modules = modules_of(model)

@@ -231,6 +231,35 @@ def test_a_plan_from_the_cache_needs_no_torch_until_its_script_is_written() -> N
     assert (first, last) == ("2 False", "False"), ran.stdout + ran.stderr
 
 
+_MAIN = "import sys; from autopar.cli import app; app(standalone_mode=False); "
+HAS_TORCH = f"{_MAIN}print('torch' in sys.modules)"
+
+
+def test_other_pins_after_a_first_plan_are_planned_and_printed_without_torch(
+    autopar: Autopar, store: Path
+) -> None:
+    """Another process imports torch, and writes the script into the cache during the search."""
+    planned = in_a_new_process("-m", "autopar", *PLAN, "-o", "first")
+    assert planned.returncode == 0, planned.stderr
+    for number, other in enumerate((("--pin", "tp=2"), ("--device", "a100-80gb"))):
+        warm = in_a_new_process("-c", HAS_TORCH, *PLAN, *other, "-o", f"warm{number}")
+        assert warm.stdout.endswith("False\n"), warm.stdout + warm.stderr
+        assert kept(store).count("script") == number + 2
+        assert autopar(*PLAN, *other, "-o", f"fresh{number}", "--no-cache").code == 0
+        assert contents(f"warm{number}") == contents(f"fresh{number}")
+
+
+def test_what_the_other_process_cannot_write_is_written_or_refused_by_this_one(
+    store: Path,
+) -> None:
+    assert in_a_new_process("-m", "autopar", *PLAN, "-o", "first").returncode == 0
+    Path("unseen").touch()  # so that the model file builds another model
+    ran = in_a_new_process("-c", HAS_TORCH, *PLAN, "--pin", "tp=2", "-o", "wider")
+    assert "note: planned again without the cache: the model file builds another" in ran.stderr
+    assert ran.stdout.endswith("True\n")
+    assert kept(store).count("script") == 1
+
+
 @pytest.mark.parametrize("words", ["--help", "--version", "doctor --version", "doctor --help"])
 def test_help_and_version_import_no_command(words: str) -> None:
     code = (
