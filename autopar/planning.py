@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
-from importlib import import_module
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, Popen
 from typing import TYPE_CHECKING
+
+from pydantic import TypeAdapter
 
 from autopar.console import print_note, progress, status_line
 from autopar.notes import note_found, note_profile, note_traced
@@ -58,6 +59,8 @@ from autopar.planner.profile.measured import MeasuredFile, read_measurements
 
 # Modules that need torch are imported in functions: planning a cached model needs no torch.
 if TYPE_CHECKING:
+    from multiprocessing.process import BaseProcess
+
     from autopar.codegen.subject import BuiltModel
 
 
@@ -304,7 +307,7 @@ def scripted(
     cached graph is outdated, the plan is made again without the cache.
     """
     try:
-        with _script_process(request, destination) as process:
+        with closing(_ScriptProcess(request, destination)) as process:
             found = plans(request, on_search=process.start)
             process.write(found.plan)
         made = script_of(found.plan, destination, uses_cache=request.uses_cache)
@@ -327,40 +330,49 @@ def scripted(
 
 
 class _ScriptProcess:
-    """A process that imports torch and builds the model while this process searches for a plan.
+    """A process that prepares the script while this process searches for a plan.
 
-    Then it writes the script into the cache. If it fails, nothing is in the cache; the script is
+    If this process has no torch, the other one imports torch and builds the model, and writes the
+    script into the cache when it gets the plan. If it fails, nothing is in the cache; the script is
     written by this process, which raises the error.
     """
 
     def __init__(self, request: Request, destination: Path) -> None:
-        self.running: Popen[bytes] | None = None
-        code = f"import sys; sys.path[:] = {sys.path!r}; import {__name__} as p; p.write_script()"
-        given = (str(destination), request.model, *request.arguments)
-        self._command = [sys.executable, "-c", code, *given] if request.uses_cache else []
+        self._request, self._place = request, destination
+        self._writing: Popen[bytes] | None = None
+        self._tracing: BaseProcess | None = None
 
     def start(self) -> None:
-        """Start the process, unless this process has torch, and so writes a script quickly."""
-        if self._command and "torch" not in sys.modules:
-            with suppress(OSError):
-                self.running = Popen(self._command, stdin=PIPE, stdout=DEVNULL, stderr=DEVNULL)
+        """Start the process, if there is a cache."""
+        asked, model = _asked(self._request), self._request.model
+        if not self._request.uses_cache:
+            return
+        if "torch" in sys.modules:
+            from autopar.codegen.subject import lengths_process
+
+            self._tracing = lengths_process(asked, model, cache_of(uses_cache=True))
+            return
+        code = f"import sys; sys.path[:] = {sys.path!r}; import {__name__} as p; p.write_script()"
+        given = (str(self._place), model, TypeAdapter(Question).dump_json(asked).decode())
+        with suppress(OSError):
+            self._writing = Popen(
+                [sys.executable, "-c", code, *given], stdin=PIPE, stdout=DEVNULL, stderr=DEVNULL
+            )
 
     def write(self, plan: Plan) -> None:
-        """Give a plan to the process, if it was started, and wait for its end."""
-        if self.running is not None:
+        """Give a plan to the process, if it writes scripts, and wait for its end."""
+        if self._writing is not None:
             with progress("writing the script"):
-                self.running.communicate(plan_text(plan).encode())
+                self._writing.communicate(plan_text(plan).encode())
 
-
-@contextmanager
-def _script_process(request: Request, destination: Path) -> Iterator[_ScriptProcess]:
-    process = _ScriptProcess(request, destination)
-    try:
-        yield process
-    finally:
-        if process.running is not None:
-            process.running.kill()
-            process.running.communicate()
+    def close(self) -> None:
+        """End the process."""
+        if self._writing is not None:
+            self._writing.kill()
+            self._writing.communicate()
+        if self._tracing is not None:
+            self._tracing.kill()
+            self._tracing.join()
 
 
 def write_script() -> None:
@@ -368,22 +380,17 @@ def write_script() -> None:
 
     The plan comes on stdin when the search has ended; none comes if the search fails.
     """
-    destination, model, *arguments = sys.argv[1:]
+    destination, model, asked = sys.argv[1:]
+    question = TypeAdapter(Question).validate_json(asked)
     with os.fdopen(os.dup(0)) as given, DATA_READS.watched():
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # for the model file, if it reads stdin
-        import_module("autopar.codegen.emit")  # beforehand, because it takes long
-        from autopar.codegen.subject import BuiltModel
+        from autopar.codegen.emit import BuiltModel
 
-        built = BuiltModel.of(load_model_file(model, arguments))
+        known = question.find(cache_of(uses_cache=True))
+        graph = None if known is None else known.graph
+        built = BuiltModel.of(load_model_file(model, question.arguments), graph)
         if text := given.read():
-            script_of(parse_plan(text, where="stdin"), Path(destination), built=built)
-
-
-# Of a verification:
-TOLERANCE = 1e-9  # in float64, after several steps of AdamW
-MANY_FLOPS = 2e12  # a larger step takes minutes on CPUs
-
-
-def memory_bytes() -> int:
-    """Return the size of this machine's memory."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+            plan: StoredPlan = parse_plan(text, where="stdin")
+            if known is not None and fits(plan, known):
+                plan = with_graph(plan, known.graph)
+            script_of(plan, Path(destination), built=built)

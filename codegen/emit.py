@@ -16,7 +16,8 @@ from autopar.codegen.script.render import (
     write_text,
 )
 from autopar.codegen.script.view import script_view
-from autopar.codegen.subject import BuiltModel, PlannedSubject, subject_of
+from autopar.codegen.subject import BuiltModel as BuiltModel
+from autopar.codegen.subject import PlannedSubject, subject_of
 from autopar.planner.errors import InputError
 from autopar.planner.files import (
     check_writable,

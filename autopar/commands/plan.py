@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from autopar import options as options
 from autopar.console import print_json, print_note, progress, results
-from autopar.options import CACHE, MachineOptions
+from autopar.options import CACHE, MANY_FLOPS, TOLERANCE, MachineOptions
 from autopar.planner.errors import AutoparError, ExitCode
 from autopar.planner.files import PLAN_FOLDER, refuse_named_as_file, refuse_replacing
 
@@ -67,7 +67,7 @@ def plan(
     from autopar.codegen.script.render import refuse_overwriting, write_text
     from autopar.planner.model.model_file import model_path
     from autopar.planner.plan.files.document import FILE_NAME, refuse_foreign, write_plan
-    from autopar.planning import TOLERANCE, request_of, scripted
+    from autopar.planning import request_of, scripted
 
     request = request_of(
         model,
@@ -107,7 +107,6 @@ def plan(
 def _tell_verified(plan: Plan, folder: Path, found: TrainingComparison | None) -> None:
     """Print that the script trains like one process, or the differences, or how to verify it."""
     from autopar.planner.costs.prediction import Compile
-    from autopar.planning import TOLERANCE
 
     command, ranks = verify_command(plan, folder), plan.arrangement.ranks
     if found is None:
@@ -167,10 +166,10 @@ def verified(plan: Plan, folder: Path, script: Path) -> TrainingComparison | Non
     Layers run uncompiled (eager), because compiling would take much longer than the training.
     """
     from autopar.codegen.proof.verification import check_fits, read_script_of, verify
-    from autopar.planning import memory_bytes
+    from autopar.planner.cluster.sheet import machine_bytes
 
     try:
-        check_fits(plan, memory_bytes())
+        check_fits(plan, machine_bytes())
         ranks = plan.arrangement.ranks
         with progress(f"training {STEPS} steps on {ranks} processes and on one"):
             given = read_script_of(plan, script, folder)
@@ -185,8 +184,6 @@ def verified(plan: Plan, folder: Path, script: Path) -> TrainingComparison | Non
 
 def verify_command(plan: Plan, folder: Path) -> str:
     """Return the command that verifies a plan, with a smaller model if the plan's is too large."""
-    from autopar.planning import MANY_FLOPS
-
     is_large = plan.step_flops > MANY_FLOPS
     smaller = " --arg NAME=VALUE (a smaller model: see build_model in the model file)"
     return f"autopar verify {folder}{smaller if is_large else ''}"
