@@ -24,7 +24,7 @@ from autopar.planner.plan.declared.limits import (
     keeps_statistics_apart,
     splits_batch,
 )
-from autopar.planner.plan.fleet import Fewer
+from autopar.planner.plan.fleet import Fewer, Training
 from autopar.planner.plan.plan import Plan
 from autopar.planner.plan.telling.comparison import (
     seconds_saved_by_compiling,
@@ -40,6 +40,7 @@ from autopar.planner.plan.telling.words import (
     rows_meet,
     statistics_apart,
 )
+from autopar.planner.plan.traced import TracedModel
 from autopar.planner.precision import Float8, Precision
 from autopar.planner.profile.measured import MeasuredFile
 
@@ -50,6 +51,29 @@ _FIXES = {
     1: "take the mask or the targets from the batch, or ",
     2: "give it class weights that are constants (torch.tensor([…])), or ",
 }
+
+
+def note_traced(traced: TracedModel, training: Training, cluster: Cluster) -> None:
+    """Print notes about a model, before the search for its plan."""
+    graph = traced.graph
+    for note in traced.notes or ():
+        print_note(note)
+    note_own_choices(graph)
+    note_own_gradients(graph)
+    note_optimizer(traced.optimizer)
+    note_devices(graph, cluster)
+    note_rows(graph, training.constraints)
+    note_unpriced(graph, training.axes)
+
+
+def note_found(plan: Plan, training: Training) -> None:
+    """Print notes about the plan that was found."""
+    note_objects_kept(plan, training.layers)
+    note_plan(plan)
+    note_unaligned(plan, training.axes)
+    note_compiling(plan, training.axes, training.layers)
+    note_breaks(plan)
+    note_offload(plan)
 
 
 def note_rows(graph: Graph, constraints: Constraints) -> None:

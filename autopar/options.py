@@ -35,6 +35,9 @@ _MOST_SECONDS = 1e9
 Number = TypeVar("Number", int, float)
 
 
+TOLERANCE = 1e-9  # of a verification: in float64, after several steps of AdamW
+MANY_FLOPS = 2e12  # of a step: its verification takes minutes on CPUs
+
 CACHE = Annotated[
     bool,
     typer.Option("--cache/--no-cache", help="Reuse what was found before, if nothing has changed."),

@@ -1,34 +1,25 @@
-"""Turns a model file and options into a plan, its script, and the verification of the script."""
+"""Turns a model file and options into a plan and its script."""
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from subprocess import DEVNULL, PIPE, Popen
 from typing import TYPE_CHECKING
 
+from pydantic import TypeAdapter
+
 from autopar.console import print_note, progress, status_line
-from autopar.notes import (
-    note_breaks,
-    note_compiling,
-    note_devices,
-    note_objects_kept,
-    note_offload,
-    note_optimizer,
-    note_own_choices,
-    note_own_gradients,
-    note_plan,
-    note_profile,
-    note_rows,
-    note_unaligned,
-    note_unpriced,
-)
+from autopar.notes import note_found, note_profile, note_traced
 from autopar.options import MachineOptions, clusters_of
 from autopar.planner.axes.infer import infer_axes
 from autopar.planner.cluster.cluster import Cluster
 from autopar.planner.costs.prediction import Compile
-from autopar.planner.errors import AutoparError, LostLayersError
+from autopar.planner.errors import LostLayersError
 from autopar.planner.files import refuse_replacing
 from autopar.planner.model.functions import DATA_READS
 from autopar.planner.model.model_file import load_model_file, model_path, split_spec
@@ -42,8 +33,7 @@ from autopar.planner.plan.files.cache import (
     Question,
     cache_folder,
 )
-from autopar.planner.plan.files.document import plan_text
-from autopar.planner.plan.fleet import Training
+from autopar.planner.plan.files.document import parse_plan, plan_text
 from autopar.planner.plan.plan import Plan, StoredPlan, with_graph
 from autopar.planner.plan.planned import (
     PlanDemands,
@@ -53,7 +43,6 @@ from autopar.planner.plan.planned import (
     training_of,
 )
 from autopar.planner.plan.search.demands import may_compile
-from autopar.planner.plan.telling.words import parts_apart, statistics_apart
 from autopar.planner.plan.traced import (
     ChangedModelError,
     TracedModel,
@@ -70,7 +59,9 @@ from autopar.planner.profile.measured import MeasuredFile, read_measurements
 
 # Modules that need torch are imported in functions: planning a cached model needs no torch.
 if TYPE_CHECKING:
-    from autopar.codegen.proof.comparison import TrainingComparison
+    from multiprocessing.process import BaseProcess
+
+    from autopar.codegen.subject import BuiltModel
 
 
 def cache_of(uses_cache: bool) -> Cache:
@@ -104,12 +95,17 @@ def recalled_plan(plan: StoredPlan, folder: Path) -> Plan | None:
 
 
 def script_of(
-    plan: StoredPlan, destination: Path, *, folder: Path | None = None, uses_cache: bool = True
+    plan: StoredPlan,
+    destination: Path,
+    *,
+    folder: Path | None = None,
+    uses_cache: bool = True,
+    built: BuiltModel | None = None,
 ) -> CachedScript:
     """Return the script of a plan for a path, from the cache if plan, model and path are known.
 
     A relative path of the model file is looked for in the working directory, then in `folder` (that
-    of the script by default) and in its parents.
+    of the script by default) and in its parents. `built` is the plan's model, if it is built.
     """
     place, cache = destination.resolve(), cache_of(uses_cache)
     beside = place.parent if folder is None else folder
@@ -118,7 +114,7 @@ def script_of(
     timeless = replace(plan, proof=replace(plan.proof, search_seconds=0.0))
     question = (plan_text(timeless), path, place, beside.resolve(), Path.cwd())
     known = cache.find(CachedScript, question)
-    made = known or _emitted(plan, destination, beside, uses_cache=uses_cache)
+    made = known or _emitted(plan, destination, beside, uses_cache=uses_cache, built=built)
     if known is None:
         cache.keep(made, question, model=path)
     refuse_replacing(place, path)
@@ -128,7 +124,12 @@ def script_of(
 
 
 def _emitted(
-    plan: StoredPlan, destination: Path, folder: Path, *, uses_cache: bool
+    plan: StoredPlan,
+    destination: Path,
+    folder: Path,
+    *,
+    uses_cache: bool,
+    built: BuiltModel | None,
 ) -> CachedScript:
     from autopar.codegen.emit import emit_with_notes
 
@@ -136,7 +137,7 @@ def _emitted(
         whole, cache = traced_plan(plan, folder, uses_cache=uses_cache), cache_of(uses_cache)
         try:
             text, notes = emit_with_notes(
-                whole, destination=destination, folder=folder, cache=cache
+                whole, destination=destination, folder=folder, cache=cache, built=built
             )
         except LostLayersError as lost:
             return CachedScript(lost=lost.paths)
@@ -208,10 +209,16 @@ def make_plan(
     return make_plans(request, looks_at_fewer=False).plan
 
 
-def make_plans(request: Request, *, looks_at_fewer: bool = True) -> Planned:
+def make_plans(
+    request: Request,
+    *,
+    looks_at_fewer: bool = True,
+    on_search: Callable[[], None] = lambda: None,
+) -> Planned:
     """Trace a model once, find its best plan on each cluster, and choose one of them.
 
-    Impossible requests are rejected as early as possible.
+    Impossible requests are rejected as early as possible. `on_search` is called before a search,
+    but not if the cache has its result.
     """
     demands = PlanDemands(
         clusters=request.clusters,
@@ -225,15 +232,10 @@ def make_plans(request: Request, *, looks_at_fewer: bool = True) -> Planned:
         traced = read_model(request)
         report("finding its axes and layers")
         training = training_of(traced, demands)
-        _tell_findings(traced, training, request)
+        note_traced(traced, training, request.clusters[-1])
         cache = cache_of(request.uses_cache)
-        found = plan_training(training, demands, report, cache=cache)
-    note_objects_kept(found.plan, training.layers)
-    note_plan(found.plan)
-    note_unaligned(found.plan, training.axes)
-    note_compiling(found.plan, training.axes, training.layers)
-    note_breaks(found.plan)
-    note_offload(found.plan)
+        found = plan_training(training, demands, report, cache=cache, on_search=on_search)
+    note_found(found.plan, training)
     return found
 
 
@@ -292,24 +294,11 @@ def read_model(request: Request) -> TracedModel:
     return traced
 
 
-def _tell_findings(traced: TracedModel, training: Training, request: Request) -> None:
-    """Print notes about a model before the search for its plan."""
-    graph = traced.graph
-    for note in traced.notes or ():
-        print_note(note)
-    note_own_choices(graph)
-    note_own_gradients(graph)
-    note_optimizer(traced.optimizer)
-    note_devices(graph, request.clusters[-1])
-    note_rows(graph, training.constraints)
-    note_unpriced(graph, training.axes)
-
-
 def scripted(
     request: Request,
     destination: Path,
     *,
-    plans: Callable[[Request], Planned] = make_plans,
+    plans: Callable[..., Planned] = make_plans,
 ) -> tuple[Planned, str]:
     """Return the best plan that a script can be written for, and the script.
 
@@ -317,8 +306,10 @@ def scripted(
     script is written. Otherwise the plan is made again without recomputing that layer. If the
     cached graph is outdated, the plan is made again without the cache.
     """
-    found = plans(request)
     try:
+        with closing(_ScriptProcess(request, destination)) as process:
+            found = plans(request, on_search=process.start)
+            process.write(found.plan)
         made = script_of(found.plan, destination, uses_cache=request.uses_cache)
     except ChangedModelError as changed:
         if not request.uses_cache:
@@ -338,55 +329,68 @@ def scripted(
     return found, made.text
 
 
-TOLERANCE = 1e-9  # in float64, after several steps of AdamW
-STEPS = 3
-MANY_FLOPS = 2e12  # a larger step takes minutes on CPUs
-_QUICK_SECONDS = 10.0
-_START_SECONDS = 3.0  # for a process to import torch, if it has a core
-_FLOPS_PER_SECOND = 1e9  # of a core, in float64 with small tensors
+class _ScriptProcess:
+    """A process that prepares the script while this process searches for a plan.
 
-
-def is_quick(plan: Plan, cores: int) -> bool:
-    """Whether verifying a plan takes less than ten seconds, as for models of tests and demos.
-
-    False for plans that deliberately train differently from one process.
+    If this process has no torch, the other one imports torch and builds the model, and writes the
+    script into the cache when it gets the plan. If it fails, nothing is in the cache; the script is
+    written by this process, which raises the error.
     """
-    if parts_apart(plan) or statistics_apart(plan):
-        return False
-    processes = plan.arrangement.ranks + 1
-    computed = 2 * (STEPS + 1) * plan.step_flops  # by all ranks together, and by one process
-    seconds = _START_SECONDS * max(1.0, processes / cores) + computed / _FLOPS_PER_SECOND
-    return seconds < _QUICK_SECONDS
+
+    def __init__(self, request: Request, destination: Path) -> None:
+        self._request, self._place = request, destination
+        self._writing: Popen[bytes] | None = None
+        self._tracing: BaseProcess | None = None
+
+    def start(self) -> None:
+        """Start the process, if there is a cache."""
+        asked, model = _asked(self._request), self._request.model
+        if not self._request.uses_cache:
+            return
+        if "torch" in sys.modules:
+            from autopar.codegen.subject import lengths_process
+
+            self._tracing = lengths_process(asked, model, cache_of(uses_cache=True))
+            return
+        code = f"import sys; sys.path[:] = {sys.path!r}; import {__name__} as p; p.write_script()"
+        given = (str(self._place), model, TypeAdapter(Question).dump_json(asked).decode())
+        with suppress(OSError):
+            self._writing = Popen(
+                [sys.executable, "-c", code, *given], stdin=PIPE, stdout=DEVNULL, stderr=DEVNULL
+            )
+
+    def write(self, plan: Plan) -> None:
+        """Give a plan to the process, if it writes scripts, and wait for its end."""
+        if self._writing is not None:
+            with progress("writing the script"):
+                self._writing.communicate(plan_text(plan).encode())
+
+    def close(self) -> None:
+        """End the process."""
+        if self._writing is not None:
+            self._writing.kill()
+            self._writing.communicate()
+        if self._tracing is not None:
+            self._tracing.kill()
+            self._tracing.join()
 
 
-def verified(plan: Plan, folder: Path, script: Path) -> TrainingComparison | None:
-    """Compare a script with one process; if the comparison fails, print why and return None.
+def write_script() -> None:
+    """Run the process of `_ScriptProcess`: build the model, read a plan, write its script.
 
-    Layers run uncompiled (eager), because compiling would take much longer than the training.
+    The plan comes on stdin when the search has ended; none comes if the search fails.
     """
-    from autopar.codegen.proof.verification import check_fits, read_script_of, verify
+    destination, model, asked = sys.argv[1:]
+    question = TypeAdapter(Question).validate_json(asked)
+    with os.fdopen(os.dup(0)) as given, DATA_READS.watched():
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # for the model file, if it reads stdin
+        from autopar.codegen.emit import BuiltModel
 
-    try:
-        check_fits(plan, memory_bytes())
-        ranks = plan.arrangement.ranks
-        with progress(f"training {STEPS} steps on {ranks} processes and on one"):
-            given = read_script_of(plan, script, folder)
-            return verify(plan, folder, given, steps=STEPS, compiles=False)
-    except AutoparError as error:
-        why = error.found
-    except Exception as error:  # the model may raise anything on CPUs
-        why = f"{type(error).__name__}: {error}"
-    print_note(f"the plan could not be verified on the CPUs here: {why}")
-    return None
-
-
-def memory_bytes() -> int:
-    """Return the size of this machine's memory."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def verify_command(plan: Plan, folder: Path) -> str:
-    """Return the command that verifies a plan, with a smaller model if the plan's is too large."""
-    is_large = plan.step_flops > MANY_FLOPS
-    smaller = " --arg NAME=VALUE (a smaller model: see build_model in the model file)"
-    return f"autopar verify {folder}{smaller if is_large else ''}"
+        known = question.find(cache_of(uses_cache=True))
+        graph = None if known is None else known.graph
+        built = BuiltModel.of(load_model_file(model, question.arguments), graph)
+        if text := given.read():
+            plan: StoredPlan = parse_plan(text, where="stdin")
+            if known is not None and fits(plan, known):
+                plan = with_graph(plan, known.graph)
+            script_of(plan, Path(destination), built=built)

@@ -16,6 +16,7 @@ from autopar.codegen.script.render import (
     write_text,
 )
 from autopar.codegen.script.view import script_view
+from autopar.codegen.subject import BuiltModel as BuiltModel
 from autopar.codegen.subject import PlannedSubject, subject_of
 from autopar.planner.errors import InputError
 from autopar.planner.files import (
@@ -81,11 +82,16 @@ def emit(plan: Plan, *, destination: Path, folder: Path | None = None) -> str:
 
 
 def emit_with_notes(
-    plan: Plan, *, destination: Path, folder: Path | None = None, cache: Cache = NO_CACHE
+    plan: Plan,
+    *,
+    destination: Path,
+    folder: Path | None = None,
+    cache: Cache = NO_CACHE,
+    built: BuiltModel | None = None,
 ) -> tuple[str, tuple[str, ...]]:
     """Return the script of a plan, and notes for the user to read before running it."""
     place = destination.resolve()
-    subject = subject_of(plan, place.parent if folder is None else folder, cache)
+    subject = subject_of(plan, place.parent if folder is None else folder, cache, built)
     refuse_replacing(place, subject.file.path)
     return script_text(plan, subject, place), tuple(absent_notes(subject))
 

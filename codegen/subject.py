@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import signal
+import time
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
+from io import StringIO
+from multiprocessing import get_context
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from torch import nn
@@ -15,12 +21,19 @@ from autopar.codegen.forward.reading.split import split_of
 from autopar.planner.axes.infer import GraphAxes, infer_axes
 from autopar.planner.graph.graph import Graph
 from autopar.planner.layers import Layers
-from autopar.planner.model.model_file import ModelFile
+from autopar.planner.model.functions import DATA_READS
+from autopar.planner.model.model_file import ModelFile, load_model_file
 from autopar.planner.model.without_memory import without_memory
-from autopar.planner.plan.files.cache import NO_CACHE, Cache, CachedLengths, lengths_found
+from autopar.planner.plan.again import GraphParts, graph_parts
+from autopar.planner.plan.files.cache import NO_CACHE, Cache, CachedLengths, Question, lengths_found
 from autopar.planner.plan.files.graph import graph_document
 from autopar.planner.plan.plan import Model, Plan
-from autopar.planner.plan.traced import ChangedModelError, planned_file
+from autopar.planner.plan.traced import (
+    ChangedModelError,
+    check_functions,
+    planned_file,
+    with_spec,
+)
 from autopar.planner.precision import Precision
 
 
@@ -36,14 +49,44 @@ class PlannedSubject:
     opened: OpenedSource
 
 
-def subject_of(plan: Plan, folder: Path, cache: Cache = NO_CACHE) -> PlannedSubject:
-    """Return a plan's subject; a relative model file lies in the working directory or `folder`."""
-    file = planned_file(plan, folder)
-    model = without_memory(file)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuiltModel:
+    """A loaded model file, and the model that it builds, on the meta device.
+
+    `parts` are those of its graph, if the graph is known before the plan.
+    """
+
+    file: ModelFile
+    model: nn.Module
+    modules: Modules
+    graph: Graph | None = None
+    parts: GraphParts | None = None
+
+    @classmethod
+    def of(cls, file: ModelFile, graph: Graph | None = None) -> BuiltModel:
+        """Build the model of a file."""
+        model = without_memory(file)
+        parts = None if graph is None else graph_parts(graph)
+        return cls(file=file, model=model, modules=modules_of(model), graph=graph, parts=parts)
+
+
+def subject_of(
+    plan: Plan, folder: Path, cache: Cache = NO_CACHE, built: BuiltModel | None = None
+) -> PlannedSubject:
+    """Return a plan's subject; a relative model file lies in the working directory or `folder`.
+
+    `built` is the model of the plan's file, if it is built already.
+    """
+    if built is None:
+        built = BuiltModel.of(planned_file(plan, folder))
+    else:
+        check_functions(plan, built.file)
+    file, model, modules = built.file, built.model, built.modules
+    parts = built.parts if plan.graph is built.graph else None
     _check_same_parameters(plan, model, file.path)
     _check_same_modules(plan, model, file.path)
-    modules = modules_of(model)
-    split = split_of(plan, modules, partial(_on_other_lengths, _Traced.of(plan, file, cache)))
+    traced = _Traced.of(plan, file, cache)
+    split = split_of(plan, modules, partial(_on_other_lengths, traced), parts)
     return PlannedSubject(
         file=file,
         graph=plan.graph,
@@ -111,6 +154,43 @@ def _traced_on_other_lengths(model: _Traced) -> Graph | None:
     kept = CachedLengths(graph=None if other is None else graph_document(other))
     model.cache.keep(kept, question, model=model.path)
     return other
+
+
+def lengths_process(question: Question, spec: str, cache: Cache) -> BaseProcess:
+    """Start a process that traces a model on rows of other lengths while a plan is searched for.
+
+    It is a fork, so it has torch and the libraries of the model. The cache keeps what it finds, for
+    plans whose scripts need it. For a search of a few seconds, it does nothing.
+    """
+    process = get_context("fork").Process(
+        target=_trace_other_lengths, args=(question, spec, cache), daemon=True
+    )
+    process.start()
+    return process
+
+
+_SHORT_SEARCH_SECONDS = 2.0
+
+
+def _trace_other_lengths(question: Question, spec: str, cache: Cache) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the search, which ends this process
+    time.sleep(_SHORT_SEARCH_SECONDS)
+    sink = StringIO()
+    with suppress(Exception), redirect_stdout(sink), redirect_stderr(sink), DATA_READS.watched():
+        known = question.find(cache)
+        if known is not None:
+            file, traced = load_model_file(spec, question.arguments), with_spec(known, spec)
+            _traced_on_other_lengths(
+                _Traced(
+                    path=file.path,
+                    facts=traced.model,
+                    precision=question.precision,
+                    fixed_batch=traced.graph.fixed_batch,
+                    graph=traced.graph,
+                    file=file,
+                    cache=cache,
+                )
+            )
 
 
 def _check_same_parameters(plan: Plan, model: nn.Module, path: Path) -> None:

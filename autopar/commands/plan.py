@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autopar import options as options
-from autopar.console import print_json, results
-from autopar.options import CACHE, MachineOptions
+from autopar.console import print_json, print_note, progress, results
+from autopar.options import CACHE, MANY_FLOPS, TOLERANCE, MachineOptions
 from autopar.planner.errors import AutoparError, ExitCode
 from autopar.planner.files import PLAN_FOLDER, refuse_named_as_file, refuse_replacing
 
@@ -19,6 +19,12 @@ if TYPE_CHECKING:
     from autopar.codegen.proof.comparison import TrainingComparison
     from autopar.planner.plan.plan import Plan
     from autopar.planner.plan.planned import Planned
+
+
+STEPS = 3  # of a verification
+_QUICK_SECONDS = 10.0
+_START_SECONDS = 3.0  # for a process to import torch, if it has a core
+_FLOPS_PER_SECOND = 1e9  # of a core, in float64 with small tensors
 
 
 class NotVerifiedError(AutoparError):
@@ -61,7 +67,7 @@ def plan(
     from autopar.codegen.script.render import refuse_overwriting, write_text
     from autopar.planner.model.model_file import model_path
     from autopar.planner.plan.files.document import FILE_NAME, refuse_foreign, write_plan
-    from autopar.planning import TOLERANCE, is_quick, request_of, scripted, verified, verify_command
+    from autopar.planning import request_of, scripted
 
     request = request_of(
         model,
@@ -101,7 +107,6 @@ def plan(
 def _tell_verified(plan: Plan, folder: Path, found: TrainingComparison | None) -> None:
     """Print that the script trains like one process, or the differences, or how to verify it."""
     from autopar.planner.costs.prediction import Compile
-    from autopar.planning import STEPS, TOLERANCE, verify_command
 
     command, ranks = verify_command(plan, folder), plan.arrangement.ranks
     if found is None:
@@ -138,3 +143,47 @@ def tell(planned: Planned, *, as_json: bool) -> None:
         results().print("This is the plan as it was found before; --no-cache searches again.")
     if planned.fewer is not None:
         note_fewer(point.plan, planned.fewer)
+
+
+def is_quick(plan: Plan, cores: int) -> bool:
+    """Whether verifying a plan takes less than ten seconds, as for models of tests and demos.
+
+    False for plans that deliberately train differently from one process.
+    """
+    from autopar.planner.plan.telling.words import parts_apart, statistics_apart
+
+    if parts_apart(plan) or statistics_apart(plan):
+        return False
+    processes = plan.arrangement.ranks + 1
+    computed = 2 * (STEPS + 1) * plan.step_flops  # by all ranks together, and by one process
+    seconds = _START_SECONDS * max(1.0, processes / cores) + computed / _FLOPS_PER_SECOND
+    return seconds < _QUICK_SECONDS
+
+
+def verified(plan: Plan, folder: Path, script: Path) -> TrainingComparison | None:
+    """Compare a script with one process; if the comparison fails, print why and return None.
+
+    Layers run uncompiled (eager), because compiling would take much longer than the training.
+    """
+    from autopar.codegen.proof.verification import check_fits, read_script_of, verify
+    from autopar.planner.cluster.sheet import machine_bytes
+
+    try:
+        check_fits(plan, machine_bytes())
+        ranks = plan.arrangement.ranks
+        with progress(f"training {STEPS} steps on {ranks} processes and on one"):
+            given = read_script_of(plan, script, folder)
+            return verify(plan, folder, given, steps=STEPS, compiles=False)
+    except AutoparError as error:
+        why = error.found
+    except Exception as error:  # the model may raise anything on CPUs
+        why = f"{type(error).__name__}: {error}"
+    print_note(f"the plan could not be verified on the CPUs here: {why}")
+    return None
+
+
+def verify_command(plan: Plan, folder: Path) -> str:
+    """Return the command that verifies a plan, with a smaller model if the plan's is too large."""
+    is_large = plan.step_flops > MANY_FLOPS
+    smaller = " --arg NAME=VALUE (a smaller model: see build_model in the model file)"
+    return f"autopar verify {folder}{smaller if is_large else ''}"

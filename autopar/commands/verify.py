@@ -26,9 +26,10 @@ from autopar.codegen.subject import subject_of
 from autopar.commands.emit import MODEL, PLAN
 from autopar.console import print_json, print_note, progress, results
 from autopar.notes import note_parts_apart
-from autopar.options import ARG, CACHE, difference, whole
+from autopar.options import ARG, CACHE, MANY_FLOPS, TOLERANCE, difference, whole
 from autopar.pages.plan_page import plain_table
 from autopar.planner.axes.infer import infer_axes
+from autopar.planner.cluster.sheet import machine_bytes
 from autopar.planner.errors import ExitCode, InfeasibleError, InputError
 from autopar.planner.files import refuse_replacing, write_whole
 from autopar.planner.layers import find_layers
@@ -39,7 +40,7 @@ from autopar.planner.plan.files.document import read_plan
 from autopar.planner.plan.plan import Plan
 from autopar.planner.plan.telling.words import arrangement_words
 from autopar.planner.plan.traced import check_unchanged, model_spec, with_model
-from autopar.planning import MANY_FLOPS, TOLERANCE, make_plan, memory_bytes, traced_plan
+from autopar.planning import make_plan, traced_plan
 
 _MOST_SHOWN = 4
 
@@ -94,7 +95,7 @@ def verify_plan(
         if arg:
             large, found = found, _smaller_plan(found, folder, arg)
             given = _carried_over(given, large, found, folder, Path(name))
-        check_fits(found, memory_bytes())
+        check_fits(found, machine_bytes())
         if found.step_flops > MANY_FLOPS:
             print_note(
                 f"a step computes about {found.step_flops / 1e12:,.0f} TFLOP, on CPUs and in "

@@ -296,13 +296,17 @@ def local_devices() -> tuple[Device, ...]:
         )
         for one in properties
     ]
-    machine_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return tuple(with_host_memory(one, machine_bytes, len(devices)) for one in devices)
+    return tuple(with_host_memory(one, machine_bytes(), len(devices)) for one in devices)
 
 
-def with_host_memory(device: Device, machine_bytes: int, devices: int) -> Device:
+def machine_bytes() -> int:
+    """Return the size of this machine's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def with_host_memory(device: Device, memory_bytes: int, devices: int) -> Device:
     """Return a device of a machine with this memory, which all its devices share."""
-    return replace(device, host=replace(device.host, memory_bytes=machine_bytes // devices))
+    return replace(device, host=replace(device.host, memory_bytes=memory_bytes // devices))
 
 
 def _may_have_gpus() -> bool:

@@ -12,9 +12,8 @@ from itertools import takewhile
 from pathlib import Path
 from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
 
-from autopar.planner.model.guard import INIT, import_name, imported_names
+from autopar.planner.model.guard import INIT, import_name, imported_names, replaced
 
 if TYPE_CHECKING:
     from torch import nn
@@ -173,8 +172,8 @@ class DataReads:
             if not self._depth:
                 self._first.clear()
                 for name in ("__getitem__", "__iter__"):
-                    replaced = self._seen(name, getattr(type(os.environ), name))
-                    patches.enter_context(patch.object(type(os.environ), name, replaced))
+                    seen = self._seen(name, getattr(type(os.environ), name))
+                    patches.enter_context(replaced(type(os.environ), name, seen))
             self._depth += 1
             try:
                 yield

@@ -16,7 +16,6 @@ from importlib.metadata import packages_distributions
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any, NoReturn
-from unittest.mock import patch
 
 from autopar.planner.errors import AutoparError, InputError, text_of
 
@@ -90,7 +89,7 @@ def contained(path: Path) -> Iterator[None]:
         )
 
     try:
-        with redirect_stdout(sys.stderr), patch.object(os, "_exit", refuse):
+        with redirect_stdout(sys.stderr), replaced(os, "_exit", refuse):
             yield
     finally:
         if os.getpid() != process:  # os.fork: only the original process continues the command
@@ -261,7 +260,7 @@ def no_process_group(path: Path) -> Iterator[None]:
     holders = (dist, dist.distributed_c10d, device_mesh)
     with ExitStack() as patches:
         for holder in holders:
-            patches.enter_context(patch.object(holder, "init_process_group", refuse))
+            patches.enter_context(replaced(holder, "init_process_group", refuse))
         yield
 
 
@@ -292,7 +291,7 @@ def not_moved(path: Path) -> Iterator[None]:
 
     with ExitStack() as patches:
         for name in ("to", "cuda", "cpu"):
-            patches.enter_context(patch.object(nn.Module, name, refused(name)))
+            patches.enter_context(replaced(nn.Module, name, refused(name)))
         yield
 
 
@@ -306,8 +305,22 @@ def uncompiled() -> Iterator[None]:
     def script(obj: Any, *positional: Any, **named: Any) -> Any:
         return obj if inspect.isfunction(obj) else plain(obj, *positional, **named)
 
-    with patch.object(torch.jit, "script", script):
+    with replaced(torch.jit, "script", script):
         yield
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Set an attribute of a module or a class within the body.
+
+    `unittest.mock` could do so, too, but imports asyncio, which takes a tenth of a second.
+    """
+    before = vars(owner)[name]
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
 
 
 def user_location(error: BaseException, path: Path) -> str:

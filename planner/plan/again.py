@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from autopar.planner.axes.infer import GraphAxes, infer_axes
 from autopar.planner.cluster.cluster import Cluster, cluster_from
@@ -12,6 +13,7 @@ from autopar.planner.cluster.sheet import known_fabrics
 from autopar.planner.costs.ops.measurements import Measurements
 from autopar.planner.costs.prediction import Recompute
 from autopar.planner.errors import InfeasibleError, InputError, TimeLimitError, gathered
+from autopar.planner.graph.graph import Graph
 from autopar.planner.layers import Layers, find_layers
 from autopar.planner.plan.declared.constraints import (
     Constraints,
@@ -28,18 +30,25 @@ from autopar.planner.plan.search.assembly import runner_up
 from autopar.planner.plan.search.search import search
 from autopar.planner.plan.search.space import STAGES_PER_RANK, allow_degrees, legal_degrees
 
+GraphParts: TypeAlias = tuple[GraphAxes, Layers]
 
-def parts_of(plan: Plan, *, where: str) -> tuple[GraphAxes, Layers]:
+
+def parts_of(plan: Plan, *, where: str, known: GraphParts | None = None) -> GraphParts:
     """Return a plan's axes and layers; raise one error that lists all faults of its layouts.
 
-    `where` names the plan's file in messages.
+    `where` names the plan's file in messages, `known` are those of its graph, if they are known.
     """
-    axes = infer_axes(plan.graph)
-    layers = find_layers(plan.graph, axes)
+    axes, layers = known or graph_parts(plan.graph)
     faults = list(layout_faults(plan, axes, layers))
     if faults:
         raise gathered(faults, where=where, fix="plan again with `autopar plan`")
     return axes, layers
+
+
+def graph_parts(graph: Graph) -> GraphParts:
+    """Return the axes and layers of a graph."""
+    axes = infer_axes(graph)
+    return axes, find_layers(graph, axes)
 
 
 TIME_LIMIT_SECONDS = 60.0

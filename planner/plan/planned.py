@@ -111,12 +111,17 @@ def plan_training(
     report: Callable[[str], None] = lambda _: None,
     *,
     cache: Cache = NO_CACHE,
+    on_search: Callable[[], None] = lambda: None,
 ) -> Planned:
-    """Find the best plan on each cluster, and choose one of them; the cache keeps the answer."""
+    """Find the best plan on each cluster, and choose one of them; the cache keeps the answer.
+
+    `on_search` is called if the cache does not have it.
+    """
     question = _search_question(training, demands)
     known = cache.find(CachedSearch, question)
     found = _planned_before(known, training, demands) if known is not None else None
     if found is None:
+        on_search()
         prices = Prices(recall=lambda key: cache.find(StoredPrices, _prices_key(training, key)))
         found = _searched(training, demands, report, prices)
         if _is_final(found, demands):

@@ -142,6 +142,12 @@ def planned_file(plan: StoredPlan, folder: Path) -> ModelFile:
     spec = model_spec(plan, folder)
     check_unchanged(plan, model_path(spec))  # before it is imported
     file = load_model_file(spec, [f"{key}={value}" for key, value in plan.model.arguments])
+    check_functions(plan, file)
+    return file
+
+
+def check_functions(plan: StoredPlan, file: ModelFile) -> None:
+    """Raise if a model file has not the functions that were planned for."""
     for fact, function in (
         ("has_loss", file.loss),
         ("has_dataset", file.build_dataset),
@@ -154,7 +160,6 @@ def planned_file(plan: StoredPlan, folder: Path) -> ModelFile:
                 where=str(file.path),
                 fix="plan again with `autopar plan`",
             )
-    return file
 
 
 def check_unchanged(plan: StoredPlan, path: Path) -> None:

@@ -5,17 +5,20 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Sequence
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from autopar.codegen import subject
 from autopar.planner.costs.ops.pricer import OpPricer
 from autopar.planner.plan.files.cache import PLACE, cached_sizes
 from autopar.planner.plan.files.document import read_plan
 from autopar.planner.programs.layouts.choice import LayoutProgram
 from tests.autopar.commands import Autopar
 
+ROOT = Path(__file__).parents[2]
 MODEL = """\
 import os
 
@@ -208,7 +211,7 @@ def test_what_nobody_could_see_is_noticed_when_another_script_is_written(
 
 def in_a_new_process(*words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
 
 
 @pytest.mark.usefixtures("store")
@@ -229,6 +232,52 @@ def test_a_plan_from_the_cache_needs_no_torch_until_its_script_is_written() -> N
     ran = in_a_new_process("-c", code, *PLAN, "-o", "out")
     first, *_, last = ran.stdout.splitlines() or [ran.stderr]
     assert (first, last) == ("2 False", "False"), ran.stdout + ran.stderr
+
+
+_MAIN = "import sys; from autopar.cli import app; app(standalone_mode=False); "
+HAS_TORCH = f"{_MAIN}print('torch' in sys.modules)"
+
+
+def test_other_pins_after_a_first_plan_are_planned_and_printed_without_torch(
+    autopar: Autopar, store: Path
+) -> None:
+    """Another process imports torch, and writes the script into the cache during the search."""
+    planned = in_a_new_process("-m", "autopar", *PLAN, "-o", "first")
+    assert planned.returncode == 0, planned.stderr
+    for number, other in enumerate((("--pin", "tp=2"), ("--device", "a100-80gb"))):
+        warm = in_a_new_process("-c", HAS_TORCH, *PLAN, *other, "-o", f"warm{number}")
+        assert warm.stdout.endswith("False\n"), warm.stdout + warm.stderr
+        assert kept(store).count("script") == number + 2
+        assert autopar(*PLAN, *other, "-o", f"fresh{number}", "--no-cache").code == 0
+        assert contents(f"warm{number}") == contents(f"fresh{number}")
+
+
+@pytest.mark.usefixtures("store")
+def test_rows_of_other_lengths_are_traced_during_a_long_search(
+    autopar: Autopar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that a script of stages needs no trace when other pins are asked for."""
+    monkeypatch.setattr(subject, "_SHORT_SEARCH_SECONDS", 0.0)
+    plan = ("plan", str(ROOT / "models_zoo" / "llama.py"), *PLAN[2:], "--arg", "size=tiny")
+    kill = ForkProcess.kill
+    monkeypatch.setattr(ForkProcess, "kill", lambda process: (process.join(300), kill(process)))
+    assert autopar(*plan, "--pin", "dp=2", "-o", "first").code == 0
+    monkeypatch.setattr("autopar.planner.trace.lengths.with_other_lengths", None)
+    subject._traced_on_other_lengths.cache_clear()
+    ran = autopar(*plan, "--pin", "pp=2", "-o", "second")
+    assert ran.code == 0, ran.err
+    assert subject._traced_on_other_lengths.cache_info().misses
+
+
+def test_what_the_other_process_cannot_write_is_written_or_refused_by_this_one(
+    store: Path,
+) -> None:
+    assert in_a_new_process("-m", "autopar", *PLAN, "-o", "first").returncode == 0
+    Path("unseen").touch()  # so that the model file builds another model
+    ran = in_a_new_process("-c", HAS_TORCH, *PLAN, "--pin", "tp=2", "-o", "wider")
+    assert "note: planned again without the cache: the model file builds another" in ran.stderr
+    assert ran.stdout.endswith("True\n")
+    assert kept(store).count("script") == 1
 
 
 @pytest.mark.parametrize("words", ["--help", "--version", "doctor --version", "doctor --help"])

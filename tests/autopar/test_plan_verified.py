@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from autopar.codegen.proof.comparison import Difference, TrainingComparison
+from autopar.commands.plan import is_quick, verify_command
 from autopar.commands.verify import tell_comparison
-from autopar.planning import TOLERANCE, is_quick, verify_command
+from autopar.options import TOLERANCE
 from tests.autopar.commands import Autopar, Ran
 from tests.codegen.plans import pinned_plan
 from tests.field.cells import KINDS, SUBJECTS

@@ -8,13 +8,13 @@ from functools import cached_property
 from types import MappingProxyType
 
 from autopar.codegen.forward.reading.modules import Modules
-from autopar.planner.axes.infer import GraphAxes, infer_axes
+from autopar.planner.axes.infer import GraphAxes
 from autopar.planner.errors import InputError
 from autopar.planner.graph.graph import Graph
 from autopar.planner.graph.layouts import WHOLE, Layout, LayoutKind, OpLayout, ParameterLayout
 from autopar.planner.graph.ops import ONE, Extent, FunctionCall, ModuleCall, Op, Ref, Value
-from autopar.planner.layers import Layers, find_layers
-from autopar.planner.plan.again import parts_of
+from autopar.planner.layers import Layers
+from autopar.planner.plan.again import GraphParts, graph_parts, parts_of
 from autopar.planner.plan.plan import Plan
 from autopar.planner.programs.layouts.rules import find_slots, own_layouts
 from autopar.planner.rules.signature import Concat, Dim, Leaf, leaves, size_of, substituted
@@ -204,16 +204,20 @@ class SplitGraph:
 
 
 def split_of(
-    plan: Plan, modules: Modules, other: Callable[[], Graph | None] = lambda: None
+    plan: Plan,
+    modules: Modules,
+    other: Callable[[], Graph | None] = lambda: None,
+    parts: GraphParts | None = None,
 ) -> SplitGraph:
     """Return the layouts of a plan for each op and tensor of its graph, after checking them.
 
-    `other` returns the graph for inputs of other lengths.
+    `other` returns the graph for inputs of other lengths. `parts` are those of the plan's graph, if
+    they are known.
     """
     return split_graph(
         plan.graph,
         modules,
-        parts=parts_of(plan, where="the plan"),
+        parts=parts_of(plan, where="the plan", known=parts),
         degree=plan.arrangement.tensor,
         batch=plan.arrangement.microbatch,
         layouts=plan.layouts,
@@ -226,7 +230,7 @@ def split_graph(
     graph: Graph,
     modules: Modules,
     *,
-    parts: tuple[GraphAxes, Layers] | None = None,
+    parts: GraphParts | None = None,
     degree: int = 1,
     batch: int = 1,
     layouts: Sequence[Sequence[OpLayout]] = (),
@@ -237,7 +241,7 @@ def split_graph(
 
     `outside` has the layouts of parameters and of tensors that cross between layers.
     """
-    axes, layers = parts if parts is not None else _found(graph)
+    axes, layers = parts if parts is not None else graph_parts(graph)
     ops = _op_layouts(graph, axes, layers, layouts) if degree > 1 else {}
     gives = {t: g for op in graph.ops if op.name in ops for t, g in _results(op, ops[op.name])}
     given = {p.name: _plain(p.layout, p.name, graph) for p in outside if p.name in graph.tensors}
@@ -258,11 +262,6 @@ def split_graph(
         row_axes=axes.of_rows,
         lengths=Lengths(graph, axes, other),
     )
-
-
-def _found(graph: Graph) -> tuple[GraphAxes, Layers]:
-    axes = infer_axes(graph)
-    return axes, find_layers(graph, axes)
 
 
 def _op_layouts(
