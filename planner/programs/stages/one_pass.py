@@ -111,7 +111,8 @@ def _layers(question: StageQuestion, kind: int, content: Content) -> Sequence[Se
             _Mode(
                 seconds=cost.backward_seconds,
                 saved_bytes=cost.saved_bytes,
-                needed_bytes=moment.needed_bytes(cost),
+                # the layer before is assumed to save as much on the host
+                needed_bytes=moment.needed_bytes(cost) + cost.host_saved_bytes,
             )
             for mode in ordered_modes(question, kind, number)
             for cost in (question.layer(kind, number)[mode],)

@@ -309,7 +309,9 @@ def test_an_optimizer_goes_to_the_host_where_nothing_else_fits() -> None:
     model = ("llama.py", "size=8b", "layers=8")
     plan = planned(model, choose_cluster(1, "a10"))
     assert plan.arrangement.offload is Offload.OPTIMIZER
-    least = planned(model, choose_cluster(1, "a10"), pins__zero=3, pins__microbatch=1)
+    least = planned(
+        model, choose_cluster(1, "a10"), pins__zero=3, pins__microbatch=1, objective="memory"
+    )
     needed = least.prediction.peak_memory.host_bytes
     with pytest.raises(InfeasibleError) as raised:
         planned(model, choose_cluster(1, "a10"), limits__host_memory=f"{needed // 2} B")
