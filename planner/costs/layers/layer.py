@@ -383,7 +383,7 @@ def _host_wait_seconds(flow: LayerFlow, bytes_per_second: float) -> float:
 
     Of equal layers, the copies to the host run beside the next forward, and those back beside the
     backward behind. Both waits are counted in the backward. Left out: layers in other modes between
-    them hide more, and the first backward of a microbatch waits if another one ran before it.
+    them hide more. In a pipeline, the first of them in a backward adds a wait (stage_price.py).
     """
     kept, staying = kept_places(flow), _staying(flow)
     size, copies = sum(kept.values()) - sum(staying.values()), len(kept) - len(staying)

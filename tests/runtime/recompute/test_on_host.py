@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from functools import partialmethod
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -88,6 +91,54 @@ def test_microbatches_in_any_order_give_the_gradients_of_layers_that_save_on_the
     save_on_host([there.blocks[place] for place in blocks], CPU)
     for own, same in zip(gradients(there, order), gradients(plain, order), strict=True):
         assert torch.equal(own, same)
+
+
+class LateCopies:
+    """Copies as late as a device may make them: when computing waits for them, each way in turn."""
+
+    def __init__(self) -> None:
+        self.to_do: dict[bool, list[tuple[Tensor, Tensor]]] = {False: [], True: []}
+        self.homes: set[int] = set()
+        self.done = {False: 0, True: 0}
+
+    def copy(self, _: HostLink, source: Tensor, target: Tensor) -> None:
+        comes_back = source.data_ptr() in self.homes
+        if not comes_back:
+            self.homes.add(target.data_ptr())
+        elif target.is_floating_point():
+            target.fill_(torch.nan)  # what a kernel would read that does not wait
+        self.to_do[comes_back].append((source, target))
+
+    def mark(self, _: HostLink, *, comes_back: bool) -> tuple[bool, int]:
+        return comes_back, len(self.to_do[comes_back])
+
+    def join(self, _: HostLink, end: tuple[bool, int] | None) -> None:
+        if end is not None:
+            way, until = end
+            for source, target in self.to_do[way][self.done[way] : until]:
+                target.copy_(source)
+            self.done[way] = max(self.done[way], until)
+
+
+@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
+def test_kernels_wait_for_copies_that_a_device_makes_late(order: Sequence[int]) -> None:
+    plain, there, late = made(), made(), LateCopies()
+    save_on_host(list(there.blocks), CPU)
+    names = ("copy", "mark", "join")
+    with ExitStack() as stack:
+        for name in names:
+            method = getattr(late, name)
+            stack.enter_context(patch.object(HostLink, name, partialmethod(_call, method)))
+        for _ in range(2):  # the second step uses memory of the first
+            for model in (plain, there):
+                model.zero_grad()
+            pairs = zip(gradients(there, order), gradients(plain, order), strict=True)
+            assert all(torch.equal(own, same) for own, same in pairs)
+    assert late.done[True] > 0
+
+
+def _call(link: HostLink, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return method(link, *args, **kwargs)
 
 
 def test_compiled_and_recomputed_layers_save_on_the_host_alike() -> None:

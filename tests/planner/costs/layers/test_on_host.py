@@ -6,13 +6,15 @@ from dataclasses import replace
 
 import pytest
 
+from autopar.planner.cluster.file import choose_cluster
 from autopar.planner.costs.layers.layer import layer_costs
 from autopar.planner.costs.ops.pricer import OpPricer
 from autopar.planner.costs.prediction import LayerCost, Modes, Recompute, Zero
 from autopar.planner.costs.schedules.orders import PipelineShape
 from autopar.planner.costs.schedules.table import ScheduleKind, rank_moments
 from autopar.planner.costs.steps.memory import memory_of
-from autopar.planner.costs.steps.stage_load import stage_load
+from autopar.planner.costs.steps.stage_load import rank_groups, stage_load
+from autopar.planner.costs.steps.stage_price import stage_price
 from autopar.planner.layers import Layer
 from tests.planner.costs.layers.test_layer import LOG_SUM_EXP, SBH, STATISTICS
 from tests.planner.costs.ops.op_factories import layer_of, pricer, shape, whole
@@ -134,6 +136,21 @@ def test_the_layer_behind_them_finds_the_tensors_of_one_on_the_device() -> None:
     )
     assert found.activation_bytes == 500
     assert found.transient_bytes == 9000 + 1000
+
+
+def test_a_backward_after_another_forward_waits_for_its_first_tensors() -> None:
+    arrangement = replace(ARRANGEMENT, pipeline=2, microbatches=4)
+    groups = rank_groups(choose_cluster(2, "h100-sxm"), arrangement)
+    layers = [there(), replace(there(), host_saved_bytes=512_000_000), layer(saved_bytes=1)]
+    backwards = [
+        stage_price(
+            layers, stage, arrangement=arrangement, groups=groups, constants=SILENT
+        ).load.backward_seconds
+        for stage in (0, 1)
+    ]
+    # 512 MB at 0.8 · 64 GB/s; the last stage runs its backward right after the forward
+    assert backwards[0] - backwards[1] == pytest.approx(10e-3)
+    assert backwards[1] == pytest.approx(sum(one.backward_seconds for one in layers))
 
 
 def test_the_host_holds_all_microbatches_in_flight() -> None:
