@@ -319,7 +319,7 @@ def test_layers_save_on_the_host_where_nothing_else_fits() -> None:
 
 def test_layers_save_on_the_host_where_that_is_faster_than_to_compute_again() -> None:
     model = ("llama.py", "size=8b", "layers=4")
-    places: dict[str, object] = {"pins__microbatch": 8, "global_batch": 8, "offload": "none"}
+    places: dict[str, Any] = {"pins__microbatch": 8, "global_batch": 8, "offload": "none"}
     quick, slow = (
         planned(model, choose_cluster(1, device), limits__memory="60 GiB", **places)
         for device in ("gh200-96gb", "h100-sxm")
