@@ -18,7 +18,7 @@ from autopar.planner.findings.writes import objects_given
 from autopar.planner.graph.graph import Graph
 from autopar.planner.graph.ops import GradientUse
 from autopar.planner.layers import Layers
-from autopar.planner.plan.declared.constraints import DEFAULT_MEMORY, Constraints
+from autopar.planner.plan.declared.constraints import DEFAULT_MEMORY, Constraints, RecomputePin
 from autopar.planner.plan.declared.limits import (
     gradient_words,
     keeps_statistics_apart,
@@ -237,7 +237,16 @@ def note_breaks(plan: Plan) -> None:
 
 
 def note_offload(plan: Plan) -> None:
-    """Print a note if the planner chose to step the optimizer on the host, with its time."""
+    """Print a note if the planner chose to use the host's memory, with its time."""
+    saving = sum(mode.is_on_host for mode in plan.layer_modes)
+    rules = (one.value for one in plan.constraints if isinstance(one.value, RecomputePin))
+    if saving and not any(rule.mode.is_on_host for rule in rules):
+        print_note(
+            f"{saving} of {len(plan.layer_modes)} layers keep what their backwards need in the "
+            "host's memory, because that is faster than to compute it again, or because nothing "
+            f"else fits; {''.join(host_words(plan))}. A rule in a constraints file chooses other "
+            "modes for them."
+        )
     is_asked = any(one.field == "offloads" for one in plan.constraints)
     if is_asked or not plan.arrangement.offload.has_states:
         return

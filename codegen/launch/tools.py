@@ -78,8 +78,7 @@ def tool_files(tool: str, facts: ToolFacts) -> tuple[tuple[LaunchFile, ...], tup
 def _mode(facts: ToolFacts) -> Recompute:
     """Return the mode of the blocks; of several modes, the one that keeps the least memory."""
     order = list(Recompute)
-    again = (mode for mode in facts.modes if mode.runs_again)
-    return max(again, key=order.index, default=Recompute.NONE)
+    return max((m for m in facts.modes if m.runs_again), key=order.index, default=Recompute.NONE)
 
 
 def _notes(tool: Tool, facts: ToolFacts, mode: Recompute) -> Iterator[str]:
@@ -87,7 +86,8 @@ def _notes(tool: Tool, facts: ToolFacts, mode: Recompute) -> Iterator[str]:
     chosen = facts.arrangement
     if facts.between:
         yield f"{tool.name} has nothing between blocks; the plan has {some(facts.between)} there"
-    if len(set(facts.modes)) > 1 and not tool.mixes(facts):
+    modes = {own if own.runs_again else Recompute.NONE for own in facts.modes}
+    if len(modes) > 1 and not tool.mixes(facts):
         yield (
             f"the plan recomputes {facts.modes.count(mode)} of {len(facts.modes)} blocks ({mode}), "
             f"{tool.name} recomputes {tool.mixed}: slower, less memory"
@@ -104,8 +104,10 @@ def _notes(tool: Tool, facts: ToolFacts, mode: Recompute) -> Iterator[str]:
         yield f"the plan multiplies in float8 ({chosen.float8}); no setting here says so"
     if chosen.compile is not Compile.NONE and not tool.compiles:
         yield f"the plan compiles layers; {tool.name} has no setting for torch.compile"
-    if chosen.offload.has_states:
-        yield f"the plan steps the optimizer on the host; no setting of {tool.name} here says so"
+    on_host = ["steps the optimizer"] * chosen.offload.has_states
+    on_host += ["saves tensors of layers"] * any(own.is_on_host for own in facts.modes)
+    for what in on_host:
+        yield f"the plan {what} on the host; no setting of {tool.name} here says so"
     if len(set(chosen.rows)) > 1:
         rows = ", ".join(map(str, chosen.rows))
         yield f"data ranks have unlike numbers of rows ({rows}); in {tool.name} equal ones"
@@ -158,7 +160,8 @@ def _titan_sections(facts: ToolFacts, mode: Recompute) -> Mapping[str, Sequence[
     """Return torchtitan's settings: TOML until release 0.2, Python from 0.3 on."""
     chosen = facts.arrangement
     batch = _titan_batch(chosen)
-    compiling = ToolSection(name="compile", settings=_titan_compile(chosen))
+    enabled = {"enable": chosen.compile is not Compile.NONE}
+    compiling = ToolSection(name="compile", settings=enabled)
     no_graphs = {"disable_cuda_graphs": True} if chosen.pipeline > 1 else {}  # or 0.3 refuses
     return {
         _TITAN_CONFIG: (
@@ -231,10 +234,6 @@ def _titan_batch(chosen: Arrangement) -> Mapping[str, SettingValue]:
 def _titan_precision(precision: Precision) -> str:
     """Return the dtype in which torchtitan computes; without loss scaling, it has no fp16."""
     return "float32" if precision.scales_loss else precision.torch_name
-
-
-def _titan_compile(chosen: Arrangement) -> Mapping[str, SettingValue]:
-    return {"enable": chosen.compile is not Compile.NONE}
 
 
 def _titan_recompute(mode: Recompute) -> Mapping[str, SettingValue]:

@@ -202,7 +202,7 @@ def layer_lists(plan: Plan, subject: PlannedSubject, *, writing: Sequence[str]) 
         found.append(_listed("LAYERS", _gathered_alone(subject, paths)))
     if plan.arrangement.compile is Compile.LAYERS:
         found.append(_listed("COMPILED", compiled_layers(plan, subject)))
-    for one in recomputations(plan):
+    for one in recomputations(plan, "model"):
         found.append(
             _listed(
                 one.table,
@@ -263,14 +263,21 @@ def _check_recomputed(
         raise LostLayersError(lost)
 
 
-def recomputations(plan: Plan) -> tuple[Recomputation, ...]:
-    """Return the script's tables of recomputed layers, one for each mode in the plan."""
+def recomputations(plan: Plan, part: str) -> tuple[Recomputation, ...]:
+    """Return the script's tables of recomputed layers of `part`, one for each mode in the plan."""
     modes = set(plan.layer_modes)
     return tuple(
-        Recomputation(mode.table, Source(mode.call))
+        Recomputation(mode.table, _call_of_mode(mode, f"submodules({part}, {mode.table})"))
         for mode in Recompute
         if mode.table and mode in modes
     )
+
+
+def _call_of_mode(mode: Recompute, layers: str) -> Source:
+    """Return the call of a mode: with all layers, or a loop that makes it with each."""
+    if "layers" in mode.call:
+        return Source(mode.call.replace("layers", layers))
+    return Source(f"for layer in {layers}:\n        {mode.call}")
 
 
 def writing_layers(plan: Plan, subject: PlannedSubject) -> list[str]:

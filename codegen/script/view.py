@@ -165,7 +165,7 @@ def _build(plan: Plan, subject: PlannedSubject, tables: ScriptTables) -> BuildVi
         has_steady=bool(tables.once),
         float8=float8_call(plan, subject, "part" if is_pipelined else "model"),
         compiling=compile_call(plan, subject, "part" if is_pipelined else "model"),
-        recomputations=recomputations(plan),
+        recomputations=recomputations(plan, "part" if is_pipelined else "model"),
         wrapping=_wrapping(plan, tables),
     )
 

@@ -185,7 +185,7 @@ _FROM: Mapping[str, str] = MappingProxyType(
             "Axis Mesh warn_if_changed read_options refuse_changes seed_all start stop "
             "tell_errors_once"
         ),
-        "autopar.runtime.recompute": "recompute update_once",
+        "autopar.runtime.recompute": "recompute save_on_host update_once",
         "autopar.runtime.tensor": "Split chunk_logits",
         "autopar.runtime.weights": "Recipe load_weights record",
     }

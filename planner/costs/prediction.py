@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from typing import Any, Self
 
 from autopar.planner.costs.collectives.conversions import NO_STATISTICS, Statistics
-from autopar.planner.costs.ops.kept import is_one_kernel
+from autopar.planner.costs.ops.kept import is_product
 from autopar.planner.costs.schedules.table import ScheduleKind
 from autopar.planner.files import (
     Bytes,
@@ -25,7 +25,6 @@ from autopar.planner.files import (
 )
 from autopar.planner.graph.ops import Op
 from autopar.planner.precision import Float8, Kernels, Precision
-from autopar.planner.rules.table import rule_of
 
 
 class Provenance(StrEnum):
@@ -34,11 +33,6 @@ class Provenance(StrEnum):
     FORMULA = "formula"
     MEASURED = "measured"
     MIXED = "measured and formula"
-
-
-def _is_product(op: Op, kernels: Kernels) -> bool:
-    """Whether an op is a matrix product, a convolution, or an attention in one kernel."""
-    return bool(rule_of(op.target).contracts) and is_one_kernel(op, kernels)
 
 
 class Recompute(StrEnum):
@@ -51,30 +45,40 @@ class Recompute(StrEnum):
     compiles: bool  # torch.compile takes layers in this mode
     # the constant of a script that lists the paths of these layers; they stay module calls
     table: str
-    call: str  # what the script does with each of these layers
+    call: str  # what the script does with each of these layers, or with all
     makes_chunks: bool  # the loss makes the layer's logits, in chunks
+    is_on_host: bool  # what its ops keep lies in the host's memory until the backward
 
-    NONE = "none", False, None, True, "", "", False
+    NONE = "none", False, None, True, "", "", False, False
     # not compiled: inside compiled code, inductor decides by itself which products run again
     SELECTIVE = (
-        *("selective", True, _is_product, False),
-        *("RECOMPUTED_IN_PART", 'recompute(layer, "selective")', False),
+        *("selective", True, is_product, False, "RECOMPUTED_IN_PART"),
+        *('recompute(layer, "selective")', False, False),
     )
-    FULL = "full", True, None, True, "RECOMPUTED", 'recompute(layer, "full")', False
-    CHUNKED = "chunked", False, None, True, "CHUNKED", "chunk_logits(layer, LOSS_CHUNKS)", True
+    FULL = "full", True, None, True, "RECOMPUTED", 'recompute(layer, "full")', False, False
+    CHUNKED = (
+        *("chunked", False, None, True, "CHUNKED"),
+        *("chunk_logits(layer, LOSS_CHUNKS)", True, False),
+    )
+    HOST = "host", False, None, True, "ON_HOST", "save_on_host(layers, mesh.device)", False, True
 
     def __new__(cls, name: str, *row: Any) -> Self:
         """Return a mode with the columns of its row."""
         one = str.__new__(cls, name)
         one._value_ = name
-        one.runs_again, one.saved_ops, one.compiles = row[:3]
-        one.table, one.call, one.makes_chunks = row[3:]
+        one.runs_again, one.saved_ops, one.compiles, one.table, one.call = row[:5]
+        one.makes_chunks, one.is_on_host = row[5:]
         return one
 
     @property
     def wraps_layers(self) -> bool:
         """Whether the script wraps layers in this mode, so that their module calls must remain."""
         return bool(self.table)
+
+    @property
+    def spares_device(self) -> bool:
+        """Whether a layer keeps fewer tensors on the device until its backward."""
+        return self.runs_again or self.is_on_host
 
     def saves(self, op: Op, kernels: Kernels) -> bool:
         """Whether a layer that runs again saves the results of an op."""
@@ -158,11 +162,6 @@ class Zero(IntEnum):
     def keeps_gathered(self) -> bool:
         """Whether parameters stay gathered from the first forward of a step to its end."""
         return self.shards_modules and not self.divides_parameters
-
-
-def zero_words(levels: Iterable[Zero]) -> str:
-    """Return how ZeRO levels are asked for: "zero=0 or zero=1"."""
-    return " or ".join(f"zero={level.value}" for level in levels)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -268,7 +267,7 @@ class LayerCost:
     backward_seconds: float
     weight_gradient_seconds: float  # the part of the backward that a zero-bubble schedule defers
     communication_seconds: float  # part of forward and backward: collectives on the tensor axis
-    recompute_seconds: float  # part of the backward
+    recompute_seconds: float  # part of the backward: what less memory of the device costs
     saved_bytes: int  # kept from the forward to the backward of a microbatch
     transient_bytes: int  # peak while the layer runs, in addition to saved_bytes
     output_bytes: int  # sent to the next stage if a stage ends with this layer; one direction
@@ -291,6 +290,8 @@ class LayerCost:
     # gradients of weights shared with other layers: later layers made them, earlier ones add theirs
     waiting_gradient_bytes: int = 0
     deferred_bytes: int = 0  # held by a split backward from its first half to its second
+    host_saved_bytes: int = 0  # in the host's memory from the forward to the backward
+    host_wait_seconds: float = 0.0  # part of recompute_seconds: copies of these, as far as exposed
     statistics: Statistics = NO_STATISTICS  # of batch norms synchronised over data ranks
 
 

@@ -169,7 +169,7 @@ Unable: TypeAlias = Mapping[Recompute, Hindrance]  # the modes that a layer cann
 
 
 def unable(layers: Sequence[Layer], graph: Graph, *, precision: Precision) -> Iterator[Unable]:
-    """Yield for each layer the modes of recomputation that it cannot have, and why."""
+    """Yield for each layer the recompute modes that it cannot have, and why."""
     writers = {storage: op for op in reversed(graph.ops) for storage in written([op], graph)}
     taken = (one for one in graph.own_gradients if one.use is GradientUse.TAKEN)
     twice = [Hindrance(why=_TWICE, where=one.where) for one in taken]
@@ -179,7 +179,7 @@ def unable(layers: Sequence[Layer], graph: Graph, *, precision: Precision) -> It
         own = (
             (mode, hindrance or _written_result(layer, graph, writers, mode))
             for mode in Recompute
-            if mode.runs_again
+            if mode.spares_device
         )
         found = _not_chunked(layer, graph, [*twice, *small] if precision.scales_loss else twice)
         yield found | {mode: why for mode, why in own if why is not None}

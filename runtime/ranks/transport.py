@@ -136,7 +136,7 @@ _MOST_ADDED = 2**23  # elements added to a sum at once; the host holds these twi
 
 
 class HostLink:
-    """Copies gradients into the host's memory, on a stream beside the backward.
+    """Copies tensors into the host's memory and back, on streams beside the one that computes.
 
     On a CPU both memories are the host's, and a copy is made at once.
     """
@@ -148,6 +148,10 @@ class HostLink:
 
     @cached_property
     def _stream(self) -> Any:
+        return torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+
+    @cached_property
+    def _back(self) -> Any:
         return torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
 
     @property
@@ -176,8 +180,32 @@ class HostLink:
             self._copies.append((self._stream.record_event(), then))
         part.record_stream(self._stream)
 
+    def copy(self, source: Tensor, target: Tensor) -> None:
+        """Start to copy a tensor once the device has done what it has been given so far.
+
+        Both tensors stay as they are until the copy's end, for which `mark` and `join` wait.
+        """
+        if not self.is_apart:
+            target.copy_(source)
+            return
+        stream = self._stream if source.is_cuda else self._back
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+
+    def mark(self, *, comes_back: bool) -> Any:
+        """Return the end of all copies so far in one direction; None on a CPU."""
+        if not self.is_apart:
+            return None
+        return (self._back if comes_back else self._stream).record_event()
+
+    def join(self, end: Any) -> None:
+        """Let the device compute nothing more before copies have ended."""
+        if end is not None:
+            torch.cuda.current_stream(self._device).wait_event(end)
+
     def wait(self) -> None:
-        """Wait for all copies."""
+        """Wait for all copies that were sent."""
         while self._copies:
             self._await_first()
 

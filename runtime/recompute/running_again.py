@@ -206,37 +206,45 @@ def recompute(module: nn.Module, mode: Mode, *, keep: Collection[str] | None = N
     """
     if mode == "none":
         return
-    module.__class__ = class_with_forward(module)
     is_saved = SAVED[mode] if keep is None else frozenset(keep).__contains__
     is_kept = None if is_saved is None else partial(_is_kept, is_saved)
     contexts = partial(_contexts, WrittenBuffers(module), is_kept)
+
+    def around(forward: Forward) -> Forward:
+        def recomputed(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return forward(*args, **kwargs)
+            run, args, kwargs = run_alike(forward, args, kwargs)
+            return checkpoint(
+                run,
+                *args,
+                use_reentrant=False,
+                # `contexts` restores generators: torch misses a GPU whose tensors are all keyword
+                # arguments, and numbers drawn by saved ops
+                preserve_rng_state=False,
+                context_fn=contexts,
+                **kwargs,
+            )
+
+        return recomputed
+
+    wrap_forward(module, around)
+
+
+def wrap_forward(module: nn.Module, around: Callable[[Forward], Forward]) -> None:
+    """Replace a module's forward by a function around it, for this instance only."""
+    module.__class__ = class_with_forward(module)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         # looked up at each call, because batch norms may get a synchronised class later
         return type(module).forward(module, *args, **kwargs)
 
-    @wraps(module.forward)
-    def recomputed(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        run, args, kwargs = run_alike(forward, args, kwargs)
-        return checkpoint(
-            run,
-            *args,
-            use_reentrant=False,
-            # `contexts` restores generators: torch misses a GPU whose tensors are all keyword
-            # arguments, and numbers drawn by saved ops
-            preserve_rng_state=False,
-            context_fn=contexts,
-            **kwargs,
-        )
-
-    module.forward = recomputed
+    module.forward = wraps(module.forward)(around(forward))
     module.__dict__[OUTERMOST] = True
 
 
 def recomputes(module: nn.Module) -> bool:
-    """Whether a module, or one inside it, is recomputed in the backward."""
+    """Whether a module, or one inside it, is recomputed, or saves tensors on the host."""
     return any(OUTERMOST in child.__dict__ for child in module.modules())
 
 

@@ -205,6 +205,25 @@ KINDS: Mapping[str, Kind] = {
         zero=Zero.PARAMETERS,
         offload=Offload.OPTIMIZER,
     ),
+    "saved there ddp 2": Kind(data=2, recompute=Recompute.HOST),
+    "saved there zero-3 2": Kind(data=2, zero=Zero.PARAMETERS, recompute=Recompute.HOST),
+    "saved there tp+sp 2": Kind(tensor=2, splits=_SEQUENCE, recompute=Recompute.HOST),
+    "saved there pp 2": Kind(pipeline=2, recompute=Recompute.HOST),
+    "saved there pp interleaved-1f1b 2": Kind(
+        pipeline=2, schedule=_INTERLEAVED, stages_per_rank=2, recompute=Recompute.HOST
+    ),
+    "saved there pp zero-bubble-v 2": Kind(
+        pipeline=2, schedule=_ZBV, stages_per_rank=2, recompute=Recompute.HOST
+    ),
+    "all there zero-3×tp+sp×pp 8": Kind(
+        data=2,
+        tensor=2,
+        pipeline=2,
+        splits=_SEQUENCE,
+        zero=Zero.PARAMETERS,
+        recompute=Recompute.HOST,
+        offload=Offload.OPTIMIZER,
+    ),
 }
 
 

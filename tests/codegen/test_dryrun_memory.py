@@ -123,6 +123,36 @@ def test_a_loss_in_chunks_holds_what_the_plan_says(
     assert found == pytest.approx(0, abs=0.03)
 
 
+SAVED_THERE = """
+[[recompute]]
+modules = "layers.*"
+mode = "host"
+"""
+SAVED_CELLS = (
+    ("dp=4,zero=0,microbatch=2", 8, 0, "bf16"),
+    ("dp=4,zero=0,microbatch=1", 8, 0, "fp32"),
+    ("dp=4,zero=3,microbatch=1", 8, 1, "bf16"),
+    ("tp=4,microbatch=4", 8, 0, "bf16"),
+    ("pp=2,tp=2,schedule=1f1b,microbatch=1", 8, 0, "bf16"),
+    ("pp=2,dp=2,schedule=1f1b,microbatch=1", 8, 3, "fp32"),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("pins", "batch", "rank", "precision"), cells(SAVED_CELLS, SAVED_CELLS[1:3])
+)
+def test_layers_that_save_on_the_host_hold_what_the_plan_says(
+    pins: str, batch: int, rank: int, precision: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "saved_there.toml"
+    path.write_text(SAVED_THERE)
+    found = rehearsed(pins, batch, rank, precision, path)
+    # under ZeRO-3 small blocks are predicted too large, by 6 % where they are recomputed
+    assert found.error == pytest.approx(0, abs=0.05 if "zero=3" in pins else 0.03)
+    assert found.host_bytes == pytest.approx(found.predicted_host_bytes, rel=0.03)
+
+
 def error_of(
     pins: str, batch: int, rank: int, precision: str, *, constraints: Path | None = None
 ) -> float:

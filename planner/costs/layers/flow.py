@@ -310,7 +310,7 @@ class LayerMemory:
     backward; it is negative if later ops have freed more. `learned_gradient_bytes` is the weight's
     gradient in fp32. Both are of the op that needs most (`_learning` in layer.py). `deferred_bytes`
     are the output gradients of all ops with weights: a split backward holds them, and all saved
-    tensors, from its first half to its second.
+    tensors, from its first half to its second. `host_saved_bytes` are on the host meanwhile.
     """
 
     saved_bytes: int
@@ -318,6 +318,7 @@ class LayerMemory:
     learning_bytes: int
     learned_gradient_bytes: int
     deferred_bytes: int
+    host_saved_bytes: int = 0
 
 
 def learned_elements(flow: LayerFlow, one: PlacedOp) -> list[int]:

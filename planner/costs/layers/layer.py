@@ -34,8 +34,9 @@ from autopar.planner.costs.layers.flow import (
     working_bytes,
 )
 from autopar.planner.costs.ops.pricer import OpPricer
-from autopar.planner.costs.prediction import LayerCost, Modes, Recompute
+from autopar.planner.costs.prediction import LayerCost, Recompute
 from autopar.planner.graph.layouts import WHOLE, Layout, LayoutKind, OpLayout
+from autopar.planner.graph.ops import TensorOrigin
 from autopar.planner.layers import Layer
 from autopar.planner.precision import GRADIENT_BYTES
 from autopar.planner.rules.table import takes_statistics
@@ -46,7 +47,7 @@ def layer_memory(
 ) -> Mapping[Recompute, LayerMemory]:
     """Return the memory of a layer in each recompute mode.
 
-    saved = `saved_places`; transient = the largest working set + what is made again
+    saved = `saved_places`; transient = the largest working set + what is made again or comes back
     """
     everything = kept_places(flow)
     working = max((working_bytes(flow, one) for one in flow.ops), default=0)
@@ -62,6 +63,7 @@ def layer_memory(
             learning_bytes=learning + again if learned_gradient else 0,
             learned_gradient_bytes=learned_gradient,
             deferred_bytes=deferred,
+            host_saved_bytes=again if mode.is_on_host else 0,
         )
     if chunking is not None:
         plain = memory[Recompute.NONE]
@@ -72,9 +74,11 @@ def layer_memory(
 def saved_places(flow: LayerFlow, mode: Recompute) -> dict[MemoryPlace, int]:
     """Return what a layer saves in a mode.
 
-    A layer that does not run again saves what its ops keep. One that runs again saves its inputs,
-    and the results of the ops that the mode saves.
+    A layer that does not run again saves what its ops keep; on the host, except what other layers
+    use, too. One that runs again saves its inputs, and the results of the ops that the mode saves.
     """
+    if mode.is_on_host:
+        return _staying(flow)
     if not mode.runs_again:
         return kept_places(flow)
     places = input_places(flow)
@@ -158,6 +162,20 @@ def _lent(flow: LayerFlow) -> dict[MemoryPlace, int]:
     return places
 
 
+def _staying(flow: LayerFlow) -> dict[MemoryPlace, int]:
+    """Return what a layer keeps on the device if the rest goes to the host.
+
+    This is what several later layers use, the batch, and what is too small for a copy.
+    """
+    lent, tensors = _lent(flow), flow.pricer.graph.tensors
+    return {
+        place: size
+        for place, size in kept_places(flow).items()
+        if place in lent or size < _LEAST_COPIED_BYTES
+        or (place[0] in tensors and tensors[place[0]].origin is TensorOrigin.INPUT)
+    }  # fmt: skip
+
+
 def _own_places(one: PlacedOp) -> dict[MemoryPlace, int]:
     own = one.kept.own_bytes(one.split)
     return {(f"{one.op.name}:made", ""): own} if own else {}
@@ -192,8 +210,11 @@ def layer_costs(
     parameters: Mapping[str, Layout],
     outside: Mapping[str, Layout] = _NOTHING,
     shared: SharedWeights = UNSHARED,
+    host_bytes_per_second: float = 0.0,
 ) -> Mapping[Recompute, LayerCost]:
     """Return the cost of a layer in each recompute mode that it may have.
+
+    Without a link to the host, a layer costs there what it costs on the device.
 
     `outside` has the layouts of tensors that pass between layers (I, if it lacks one). The layer
     that makes such a tensor converts it to that layout, and pays. A layer that needs another layout
@@ -210,6 +231,17 @@ def layer_costs(
     costs = {
         mode: _cost(flow, mode, memory[mode], own, output_bytes=output_bytes) for mode in Recompute
     }
+    if host_bytes_per_second:
+        cost = costs[Recompute.HOST]
+        waits = _host_wait_seconds(flow, host_bytes_per_second)
+        costs[Recompute.HOST] = replace(
+            cost,
+            backward_seconds=cost.backward_seconds + waits,
+            recompute_seconds=waits,
+            host_wait_seconds=waits,
+        )
+    else:
+        costs[Recompute.HOST] = costs[Recompute.NONE]
     if chunking is not None:
         more = _chunking_seconds(flow, chunking)
         cost = costs[Recompute.CHUNKED]
@@ -248,6 +280,7 @@ def _cost(
         learned_gradient_bytes=memory.learned_gradient_bytes,
         waiting_gradient_bytes=own.waiting_gradient_bytes,
         deferred_bytes=memory.deferred_bytes,
+        host_saved_bytes=memory.host_saved_bytes,
         output_bytes=output_bytes,
         parameters=own.elements,
         trainable=own.trainable,
@@ -344,40 +377,26 @@ def _chunking_seconds(flow: LayerFlow, chunking: Chunking) -> float:
     return more + chunking.inside_seconds
 
 
-_GREATEST = (
-    *("forward_seconds", "recompute_seconds", "saved_bytes", "transient_bytes", "output_bytes"),
-    *("learning_bytes", "learned_gradient_bytes", "early_gradient_bytes", "deferred_bytes"),
-)
+def _host_wait_seconds(flow: LayerFlow, bytes_per_second: float) -> float:
+    """Return how much longer a layer takes if what it keeps goes to the host and comes back.
 
+        max(0, bytes ÷ link − forward) + max(0, bytes ÷ link − backward)
+        + 2 · bytes ÷ memory's rate + the host's time to start two copies of each tensor
 
-def slowest(rows: Sequence[tuple[Modes, ...]]) -> tuple[Modes, ...]:
-    """Return each layer's cost on the slowest kind of device; equal layers stay one object.
-
-    Forward, whole backward, and the part for input gradients are each taken from the device that is
-    slowest in it. Saved bytes are those of the device that saves most.
+    Of equal layers, the copies to the host run beside the next forward, and those back beside the
+    backward behind. Both waits are counted in the backward. Left out: layers in other modes between
+    them hide more. In a pipeline, the first of them in a backward adds a wait (stage_price.py).
     """
-    if len(rows) == 1:
-        return rows[0]
-    known: dict[tuple[int, ...], Modes] = {}
-    row = []
-    for alternatives in zip(*rows, strict=True):
-        key = tuple(map(id, alternatives))
-        if key not in known:
-            known[key] = {
-                mode: _slowest([modes[mode] for modes in alternatives]) for mode in alternatives[0]
-            }
-        row.append(known[key])
-    return tuple(row)
+    kept, staying = kept_places(flow), _staying(flow)
+    size, copies = sum(kept.values()) - sum(staying.values()), len(kept) - len(staying)
+    whole, host = Recomputed(ops=flow.ops, conversions=flow.conversions), flow.pricer.host
+    forward, backward = _forward(flow, whole), _backward(flow)
+    started = _dispatches(whole) + _COPY_DISPATCHES * copies
+    starting = host.forward_region_seconds(_device_forward(whole), started) - forward
+    starting += _backward(flow, launches=_COPY_DISPATCHES * copies) - backward
+    exposed = sum(max(0.0, size / bytes_per_second - one) for one in (forward, backward))
+    return exposed + starting + 2 * size / flow.pricer.rates.own.stream_bytes_per_second
 
 
-def _slowest(costs: Sequence[LayerCost]) -> LayerCost:
-    """Return the maxima of times and sizes; other figures are those of the slowest device."""
-    most = max(costs, key=lambda one: one.forward_seconds + one.backward_seconds)
-    backward = max(one.backward_seconds for one in costs)
-    inputs = max(one.backward_seconds - one.weight_gradient_seconds for one in costs)
-    return replace(
-        most,
-        backward_seconds=backward,
-        weight_gradient_seconds=backward - inputs,
-        **{name: max(getattr(one, name) for one in costs) for name in _GREATEST},
-    )
+_LEAST_COPIED_BYTES = 1024  # smaller tensors stay on the device (runtime/recompute/on_host.py)
+_COPY_DISPATCHES = 2  # for each tensor: the copy, and the event that it waits for

@@ -192,6 +192,11 @@ def keeps_anything(op: Op, graph: Graph, kernels: Kernels) -> bool:
     return any(entry.dtype or any(_named(entry, op)) for entry in entries)
 
 
+def is_product(op: Op, kernels: Kernels) -> bool:
+    """Whether an op is a matrix product, a convolution, or an attention in one kernel."""
+    return bool(rule_of(op.target).contracts) and is_one_kernel(op, kernels)
+
+
 def is_one_kernel(op: Op, kernels: Kernels) -> bool:
     """Whether an op is one kernel; attention with dropout is several if dropout is not fused.
 

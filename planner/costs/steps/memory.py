@@ -84,7 +84,8 @@ def _work(load: StageLoad, arrangement: Arrangement) -> PeakMemory:
         coming = cost.learned_gradient_bytes + _narrow_bytes(cost, arrangement)
         waiting = _waiting_bytes(cost, arrangement)
         leaving = _leaving_bytes(made, arrangement)
-        most = max(most, _learning(cost, -freed, leaving, waiting + coming), key=sum)
+        here = waiting + coming + work.beside_bytes
+        most = max(most, _learning(cost, -freed, leaving, here), key=sum)
         made += work.count * cost.gradient_bytes
         freed += work.count * cost.saved_bytes
     return most
@@ -94,7 +95,7 @@ def _layer_that_needs_most(load: StageLoad, arrangement: Arrangement) -> tuple[i
     """Return transient and unsharded bytes of the layer with the largest sum of both."""
     every = (
         (
-            work.cost.transient_bytes,
+            work.cost.transient_bytes + work.beside_bytes,
             layer_unsharded_bytes(work.cost, arrangement) + _ahead_bytes(work, arrangement),
         )
         for work in load.works
@@ -159,7 +160,8 @@ class OnePassMoment:
     done: int  # equal layers that have run before it in this backward
     made_bytes: int  # gradients of later layers, if they are not in buckets
     after_bytes: int  # the same, with this layer's own
-    unsharded_bytes: int  # gathered parameters, and gradients of shared weights that wait
+    # gathered parameters, gradients of shared weights that wait, tensors to and from the host
+    unsharded_bytes: int
     coming_bytes: int  # its own gradients while computed, besides the part that stays
 
     def most(self, cost: LayerCost, saved_bytes: int) -> tuple[PeakMemory, PeakMemory]:
@@ -201,7 +203,7 @@ def moments_of_one_pass(
                 done=done,
                 made_bytes=_beside_buckets(before, arrangement.bucket_bytes, arrangement),
                 after_bytes=_beside_buckets(before + own, bucket, arrangement),
-                unsharded_bytes=unsharded + _waiting_bytes(cost, arrangement),
+                unsharded_bytes=unsharded + work.beside_bytes + _waiting_bytes(cost, arrangement),
                 coming_bytes=_coming_bytes(cost, arrangement),
             )
         made += work.count * own
@@ -289,8 +291,15 @@ def memory_of(
         communication_bytes=buckets,
         margin_bytes=round(constants.margin * everything),
         context_bytes=context_bytes(arrangement, constants),
-        host_bytes=sum(host_bytes(load, arrangement) for load in loads),
+        host_bytes=sum(host_bytes(load, arrangement) for load in loads)
+        + _most_on_host(loads, moments),
     )
+
+
+def _most_on_host(loads: Sequence[StageLoad], moments: Moments) -> int:
+    """Return the most that a rank's layers save on the host: of all microbatches in flight."""
+    sizes = np.array([load.host_saved_bytes for load in loads], dtype=np.int64)
+    return int((moments.unanswered * sizes).sum(axis=1).max())
 
 
 def context_bytes(arrangement: Arrangement, constants: FrameworkConstants) -> int:

@@ -38,12 +38,14 @@ class LayerWork:
     """Equal layers in a backward.
 
     `next_parameter_bytes` are those of the layer whose backward comes next, which ZeRO-3 has
-    already gathered.
+    already gathered. `beside_bytes` are saved on the host by the nearest layer before: they are on
+    their way there during this layer's forward, and on their way back during its backward.
     """
 
     cost: LayerCost
     count: int
     next_parameter_bytes: int
+    beside_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +67,8 @@ class StageLoad:
     optimizer_bytes: int
     replicated_gradient_bytes: int
     deferred_bytes: int
+    host_saved_bytes: int
+    host_wait_seconds: float
     works: tuple[LayerWork, ...]  # in the order of the layers
     layers: tuple[RepeatedLayers, ...]
     gradient_seconds: float = 0.0  # of casting and adding up the gradients, part of a backward
@@ -78,7 +82,7 @@ class StageLoad:
     def splits_backward(self) -> bool:
         """Whether a schedule may split its backward.
 
-        With recomputation it may not: each half would recompute.
+        With recomputation it may not: each half would recompute, or fetch tensors from the host.
         """
         return not self.recompute_seconds
 
@@ -136,12 +140,14 @@ def _runs(layers: Sequence[LayerCost]) -> Iterator[tuple[LayerCost, int]]:
 
 
 def _works(runs: Sequence[tuple[LayerCost, int]]) -> Iterator[LayerWork]:
-    before = 0
+    before = beside = 0
     for cost, count in runs:
-        yield LayerWork(cost=cost, count=1, next_parameter_bytes=before)
-        before = cost.parameter_bytes
-        if count > 1:
-            yield LayerWork(cost=cost, count=count - 1, next_parameter_bytes=before)
+        for number in (1, count - 1):
+            if number:
+                yield LayerWork(
+                    cost=cost, count=number, next_parameter_bytes=before, beside_bytes=beside
+                )
+            before, beside = cost.parameter_bytes, cost.host_saved_bytes or beside
 
 
 def _load(cost: LayerCost) -> LayerLoad:

@@ -282,7 +282,8 @@ def stage_price(
 ) -> StagePrice:
     """Return the price of some layers as a stage."""
     devices = groups.stage_rates[rank_of(arrangement.schedule, stage, arrangement.pipeline)]
-    load = _with_gradients(stage_load(layers), devices, arrangement, constants)
+    whole = _with_first_fetch(stage_load(layers), stage, arrangement, groups, constants)
+    load = _with_gradients(whole, devices, arrangement, constants)
     data = data_seconds(
         load.layers,
         data_groups(groups, arrangement, constants, stage=stage),
@@ -303,6 +304,31 @@ def stage_price(
         reduction_seconds=data.last_backward
         + summed_seconds(groups.tensor, load.replicated_gradient_bytes),
         optimizer_seconds=_optimizer_seconds(load, devices, groups, arrangement, constants),
+    )
+
+
+def _with_first_fetch(
+    load: StageLoad,
+    stage: int,
+    arrangement: Arrangement,
+    groups: RankGroups,
+    constants: FrameworkConstants,
+) -> StageLoad:
+    """Return a stage whose backward also waits for the tensors of its last layer on the host.
+
+    Another microbatch's forward has run before this backward, so these tensors are on the host. The
+    last stage runs a microbatch's backward right after its forward, and has them on the device.
+    """
+    last_stage = arrangement.pipeline * arrangement.stages_per_rank - 1
+    saved = [work.cost.host_saved_bytes for work in load.works if work.cost.host_saved_bytes]
+    if not saved or stage == last_stage:
+        return load
+    waits = saved[-1] / (groups.host.bytes_per_second * constants.host_link_share)
+    return replace(
+        load,
+        backward_seconds=load.backward_seconds + waits,
+        recompute_seconds=load.recompute_seconds + waits,
+        host_wait_seconds=load.host_wait_seconds + waits,
     )
 
 

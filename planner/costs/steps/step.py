@@ -5,7 +5,7 @@
 
 Stages are given in their order in the model; the schedule determines which rank runs which. If a
 pipeline rank has unlike devices, its layers have the costs of the slowest (`slowest` in
-costs/layers/layer.py).
+plan/solving/costing.py).
 """
 
 from __future__ import annotations

@@ -55,6 +55,7 @@ class BusiestRank:
 
     compute_seconds: float
     recompute_seconds: float
+    host_wait_seconds: float  # for copies of saved tensors to the host and back
     tensor_seconds: float
     data_seconds: float  # waits for collectives of the data axis in its microbatches
     framework_seconds: float  # the host's work around forwards and backwards
@@ -65,8 +66,8 @@ class BusiestRank:
     def seconds(self) -> float:
         """The sum of its times; the measured seconds are a part of these."""
         return (
-            self.compute_seconds + self.recompute_seconds + self.tensor_seconds
-            + self.data_seconds + self.framework_seconds
+            self.compute_seconds + self.recompute_seconds + self.host_wait_seconds
+            + self.tensor_seconds + self.data_seconds + self.framework_seconds
         )  # fmt: skip
 
 
@@ -79,9 +80,13 @@ def time_terms(step: StepTerms) -> tuple[TimeTerm, ...]:
     net = Provenance.MIXED if step.is_net_measured else Provenance.FORMULA
     is_shared = step.arrangement.data > 1 or not step.arrangement.offload.has_states
     tied = [("tied weights", step.tied_seconds, net)] if step.tied_seconds else []
+    copied = [("exposed activation copies", busiest.host_wait_seconds, net)] * bool(
+        busiest.host_wait_seconds
+    )
     rows = (
         ("compute", busiest.compute_seconds, source),
         ("recompute", busiest.recompute_seconds, source),
+        *copied,
         ("tensor communication", busiest.tensor_seconds, net),
         ("pipeline bubble", _idle_seconds(step, busiest), Provenance.FORMULA),
         ("exposed data parallel" if is_shared else "exposed host copies", exposed, net),
@@ -111,13 +116,15 @@ def _sums(step: StepTerms, stages: Sequence[int]) -> BusiestRank:
     microbatches = step.arrangement.microbatches
     loads = [step.loads[stage] for stage in stages]
     data = [step.data[stage] for stage in stages]
-    recompute = sum(load.recompute_seconds for load in loads)
+    copied = sum(load.host_wait_seconds for load in loads)
+    recompute = sum(load.recompute_seconds for load in loads) - copied
     tensor = sum(load.communication_seconds for load in loads)
     everything = sum(load.seconds for load in loads)
     waited = sum(one.forward_wait + one.backward_wait for one in data)
     return BusiestRank(
-        compute_seconds=microbatches * max(0.0, everything - recompute - tensor),
+        compute_seconds=microbatches * max(0.0, everything - recompute - copied - tensor),
         recompute_seconds=microbatches * recompute,
+        host_wait_seconds=microbatches * copied,
         tensor_seconds=microbatches * tensor,
         data_seconds=microbatches * waited,
         framework_seconds=microbatches

@@ -331,4 +331,6 @@ def _at_least(mode: Recompute, fastest: Modes, unsplit: Modes, degree: int) -> L
 
 
 def _again_seconds(mode: Recompute, modes: Modes) -> float:
+    if mode.is_on_host:
+        return 0.0  # slower layouts hide more of the copies
     return modes[mode].backward_seconds - modes[Recompute.NONE].backward_seconds

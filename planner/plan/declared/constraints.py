@@ -161,6 +161,14 @@ class RecomputePin:
     mode: Recompute
 
 
+class HostSaving(StrEnum):
+    """When layers may keep what their backwards need in the host's memory, if no rule says so."""
+
+    NEVER = "never"
+    IF_FASTER = "if it is faster than to compute it again"
+    ALWAYS = "always"  # no plan fits otherwise
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Declared:
     """A constraint as it was written; `value` belongs to a field of Constraints."""
@@ -210,6 +218,7 @@ class Constraints:
     recompute: tuple[RecomputePin, ...] = ()
     # rows are mixed: the tensor axis may split a batch, the data axis may not
     shares_rows: bool = False
+    host_saving: HostSaving = HostSaving.IF_FASTER  # on CPUs never
     statistics_apart: bool = False  # batch norms may take statistics per microbatch
     one_microbatch: bool = False  # batch norms need all rows of a data rank at once
     steps_once: bool = False  # no two data ranks update the same element of a parameter

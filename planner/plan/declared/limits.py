@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from math import ceil, prod
 from typing import Any
 
 from autopar.planner.cluster.cluster import Cluster
-from autopar.planner.costs.prediction import Offload, Zero, zero_words
+from autopar.planner.costs.prediction import Offload, Zero
 from autopar.planner.errors import InfeasibleError
 from autopar.planner.findings.rows import meeting_rows, norm_of_rows
 from autopar.planner.findings.traits import OptimizerTraits, Reach
@@ -25,6 +25,11 @@ _ROWS_PER_DEVICE = 8
 # took 8,192 (Goyal et al., 2017), CLIP 32,768.
 _TOKENS_OF_A_STEP = (2**22, 2**24)
 _ROWS_OF_A_STEP = (2**13, 2**15)  # where a row is no sequence of tokens
+
+
+def zero_words(levels: Iterable[Zero]) -> str:
+    """Return how ZeRO levels are asked for: "zero=0 or zero=1"."""
+    return " or ".join(f"zero={level.value}" for level in levels)
 
 
 def with_whole_scalars(constraints: Constraints, graph: Graph) -> Constraints:

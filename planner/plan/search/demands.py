@@ -10,13 +10,7 @@ from operator import or_
 from autopar.planner.axes.infer import GraphAxes
 from autopar.planner.cluster.cluster import Cluster
 from autopar.planner.cluster.toml_reading import bytes_text
-from autopar.planner.costs.prediction import (
-    Compile,
-    Offload,
-    Recompute,
-    Zero,
-    zero_words,
-)
+from autopar.planner.costs.prediction import Compile, Offload, Recompute, Zero
 from autopar.planner.costs.schedules.table import SCHEDULES
 from autopar.planner.costs.steps.stage_load import least_host
 from autopar.planner.errors import InfeasibleError, InputError, TimeLimitError
@@ -26,10 +20,13 @@ from autopar.planner.plan.declared.constraints import (
     DEFAULT_MEMORY,
     Constraints,
     Declared,
+    HostSaving,
+    Objective,
     conflict_text,
     constraints_of,
     covers,
 )
+from autopar.planner.plan.declared.limits import zero_words
 from autopar.planner.plan.search.space import DEFAULT_BUCKET_BYTES, Choices
 from autopar.planner.plan.solving.candidate import Candidate, Demands
 from autopar.planner.plan.solving.costing import SearchSubject
@@ -121,7 +118,7 @@ def demands_of(subject: SearchSubject, cluster: Cluster, constraints: Constraint
     return Demands(
         limit_bytes=limits_of(cluster, constraints),
         host_limit_bytes=host_limit_of(cluster, constraints),
-        modes=tuple(_modes(subject, constraints)),
+        modes=tuple(_modes(subject, cluster, constraints)),
         pins=tuple(
             PinnedLayer(layer=position, stage=pin.stage)
             for pin in constraints.stages
@@ -209,17 +206,38 @@ def _positions(subject: SearchSubject) -> range:
     return range(len(subject.layers.layers))
 
 
-def _modes(subject: SearchSubject, constraints: Constraints) -> Iterator[frozenset[Recompute]]:
-    """Yield each layer's recompute modes: that of the last rule for it, or all."""
+def host_saving(cluster: Cluster, constraints: Constraints) -> HostSaving:
+    """Return when layers may keep tensors on the host: wherever that spares what is asked for.
+
+    CPUs have no other memory, so a rule must ask for it there.
+    """
+    if any(pin.mode.is_on_host for pin in constraints.recompute):
+        return HostSaving.ALWAYS
+    if any(node.device.is_cpu for node in cluster.nodes):
+        return HostSaving.NEVER
+    is_least = constraints.objective is Objective.MEMORY
+    return HostSaving.ALWAYS if is_least else constraints.host_saving
+
+
+def _modes(
+    subject: SearchSubject, cluster: Cluster, constraints: Constraints
+) -> Iterator[frozenset[Recompute]]:
+    """Yield each layer's recompute modes: that of the last rule for it, or all.
+
+    If a rule sends layers' tensors to the host, those of other layers stay on the device.
+    """
     every = subject.layers.layers
     is_compiled = constraints.compile is Compile.LAYERS
     modes = frozenset(mode for mode in Recompute if mode.compiles or not is_compiled)
+    is_asked = any(pin.mode.is_on_host for pin in constraints.recompute)
+    is_closed = host_saving(cluster, constraints) is HostSaving.NEVER or is_asked
+    free = frozenset(mode for mode in modes if not (mode.is_on_host and is_closed))
     for position, without in enumerate(
         unable(every, subject.graph, precision=constraints.precision)
     ):
         pins = [pin for pin in constraints.recompute if _is_meant(subject, position, pin.modules)]
         if not pins:
-            yield modes.difference(without)
+            yield free.difference(without)
             continue
         mode = pins[-1].mode
         if mode not in modes:
@@ -258,12 +276,11 @@ def too_late(waiting: int) -> TimeLimitError:
 
 
 def nothing_runs(
-    conflict: Sequence[Declared], *, devices: int, layers: int, shared: Sequence[str] = ()
+    conflict: Sequence[Declared], subject: SearchSubject, *, devices: int
 ) -> InfeasibleError:
     """Return the error of a space without any arrangement, regardless of memory.
 
-    If constraints are the cause, `conflict` holds a minimal set of them. `shared` are buffers that
-    several layers write.
+    If constraints are the cause, `conflict` holds a minimal set of them.
     """
     if not conflict:
         return InfeasibleError(
@@ -272,7 +289,9 @@ def nothing_runs(
         )
     return InfeasibleError(
         f"on {devices} devices no plan satisfies {conflict_text(conflict)}",
-        expected=_expected(conflict, layers=layers, shared=shared),
+        expected=_expected(
+            conflict, layers=sum(learning(subject)), shared=tuple(shared_buffers(subject))
+        ),
         fix="leave one of them out, or change it"
         if len(conflict) > 1
         else "leave it out, or change it",
@@ -325,9 +344,13 @@ def too_large(least: Candidate, demands: Demands, cluster: Cluster) -> Infeasibl
 
 def _host_too_small(least: Candidate, demands: Demands) -> InfeasibleError:
     needed = max(one.memory.host_bytes for one in least.prediction.stages)
+    saves = any(mode.is_on_host for stage in least.stages for mode in stage.recompute)
+    parts = ["the optimizer"] * least.arrangement.offload.has_states
+    parts += ["what layers save for the backward"] * saves
     return InfeasibleError(
-        "no plan fits: the devices have room if the optimizer is on the host, which then needs "
-        f"{_exact(needed)} for each device, and {_exact(demands.host_limit_bytes)} may be used",
+        f"no plan fits: the devices have room with {' and '.join(parts)} on the host, which then "
+        f"needs {_exact(needed)} for each device, and {_exact(demands.host_limit_bytes)} may be "
+        "used",
         where=f"the least is with {arrangement_words(least.arrangement)}",
         fix="give the machine's real memory as host_memory in a cluster file, allow more of it by "
         "--host-memory, or take more devices",

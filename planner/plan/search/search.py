@@ -30,6 +30,7 @@ from autopar.planner.plan.bounds.bounding import Bounds, must_recompute
 from autopar.planner.plan.declared.constraints import (
     Constraints,
     Declared,
+    HostSaving,
     Objective,
     constraints_of,
     minimal_conflict,
@@ -47,10 +48,9 @@ from autopar.planner.plan.search.best_first import (
 from autopar.planner.plan.search.demands import (
     choices_of,
     demands_of,
+    host_saving,
     layout_rules,
-    learning,
     nothing_runs,
-    shared_buffers,
     too_large,
     too_late,
 )
@@ -107,19 +107,22 @@ def search(
 ) -> Plan:
     """Return the best plan with its proof and the runners-up.
 
-    Searches on several clusters may share the prices of one model under the same constraints.
+    Searches on several clusters may share the prices of one model under the same constraints. If
+    nothing fits, layers may save on the host even where this is slower than recomputing.
     """
     subject = SearchSubject(graph=graph, axes=axes, layers=layers)
     constraints = completed(constraints, cluster, graph)
-    explorer = Explorer(
-        subject, cluster, constraints, report=report, measured=measured, prices=prices
-    )
     began = time.perf_counter()
 
     def is_late() -> bool:
         return time.perf_counter() - began > (time_limit_seconds or float("inf"))
 
-    outcome = explorer.explore(is_late=is_late)
+    for saving in (constraints.host_saving, HostSaving.ALWAYS):
+        own = replace(constraints, host_saving=saving)
+        explorer = Explorer(subject, cluster, own, report=report, measured=measured, prices=prices)
+        outcome = explorer.explore(is_late=is_late)
+        if outcome.found or not (outcome.is_complete and explorer.costing.may_save_more):
+            break
     if not outcome.found:
         raise explorer.refusal(outcome)
     return assemble(
@@ -162,6 +165,7 @@ class Explorer:
             precision=constraints.precision,
             float8=constraints.float8,
             rules=layout_rules(constraints, subject.axes),
+            host_saving=host_saving(cluster, constraints),
             measured=measured,
             prices=prices,
         )
@@ -358,12 +362,7 @@ class Explorer:
             return too_late(len(outcome.waiting))
         least = self._roomy().least()
         if least is None:
-            return nothing_runs(
-                self._conflict(),
-                devices=self.cluster.size,
-                layers=sum(learning(self.subject)),
-                shared=tuple(shared_buffers(self.subject)),
-            )
+            return nothing_runs(self._conflict(), self.subject, devices=self.cluster.size)
         return too_large(least, self.judge.demands, self.cluster)
 
     def _conflict(self) -> tuple[Declared, ...]:

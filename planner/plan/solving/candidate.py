@@ -29,7 +29,7 @@ from autopar.planner.programs.layouts.choice import LinePrice
 from autopar.planner.programs.solver import NOTHING_SOLVED, SolverReport
 from autopar.planner.programs.stages.choice import EXACT, QUICK, Chooser, Effort, answered
 from autopar.planner.programs.stages.modes import PricedCut
-from autopar.planner.programs.stages.question import PinnedLayer, StageQuestion
+from autopar.planner.programs.stages.question import PinnedLayer, StageQuestion, within_host
 from autopar.planner.programs.stages.smallest import smallest_stages
 
 Item = TypeVar("Item")
@@ -62,16 +62,16 @@ class Questions:
         self, arrangement: Arrangement, solution: int, lines: LinePrice | None = None
     ) -> StageQuestion:
         """Return the stage question of an arrangement, in layout solution number `solution`."""
-        sizes = self.demands.bucket_bytes
-        inside = layer_key(arrangement, solution, lines)
+        demands, inside = self.demands, layer_key(arrangement, solution, lines)
+        sizes, rows = demands.bucket_bytes, self._rows(arrangement, inside)
         return StageQuestion(
             arrangement=arrangement,
             groups=rank_groups(self.costing.cluster_of(arrangement), arrangement),
             constants=self.constants,
-            rows=self._rows(arrangement, inside),
-            allowed=self.demands.modes,
-            is_cuttable=self.demands.is_cuttable,
-            pins=self.demands.pins,
+            rows=rows,
+            allowed=within_host(demands.modes, rows[0], arrangement, demands.host_limit_bytes),
+            is_cuttable=demands.is_cuttable,
+            pins=demands.pins,
             limit_bytes=self.limit_bytes(arrangement),
             tied_gradient_bytes=self.costing.tied_gradient_bytes(inside),
             bucket_bytes=sizes if arrangement.keeps_buckets else sizes[:1],
@@ -383,9 +383,9 @@ class ArrangementSolver:
         return self._growth(candidate) >= 1 and self._fits_host(candidate)
 
     def _fits_host(self, candidate: Candidate) -> bool:
-        """Whether every rank's part fits into its share of the host's memory.
+        """Whether every rank fits into its share of the host's memory.
 
-        Stages are cut for the devices' memory alone: another cut might fit where this one does not.
+        Stages are cut for the devices' memory alone: another cut might fit instead.
         """
         needed = max(one.memory.host_bytes for one in candidate.prediction.stages)
         return needed <= self.demands.host_limit_bytes
@@ -396,5 +396,5 @@ def _needed(candidate: Candidate) -> int:
 
 
 def recomputes(candidate: Candidate) -> bool:
-    """Whether any layer is computed again."""
-    return any(mode.runs_again for stage in candidate.stages for mode in stage.recompute)
+    """Whether any layer is computed again, or saves tensors on the host."""
+    return any(mode.spares_device for stage in candidate.stages for mode in stage.recompute)

@@ -6,8 +6,8 @@ devices of its stage. Equal layers under equal circumstances share one price.
 
 from __future__ import annotations
 
-from collections.abc import Container
-from dataclasses import dataclass
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from autopar.planner.annotate import annotate
@@ -22,13 +22,15 @@ from autopar.planner.cluster.shape import (
     node_orders,
 )
 from autopar.planner.costs.layers.flow import UNSHARED, SharedWeights
-from autopar.planner.costs.layers.layer import layer_costs, slowest
+from autopar.planner.costs.layers.layer import layer_costs
 from autopar.planner.costs.ops.measurements import Measurements
 from autopar.planner.costs.ops.pricer import OpPricer
-from autopar.planner.costs.prediction import Arrangement, Compile, Modes
+from autopar.planner.costs.prediction import Arrangement, Compile, LayerCost, Modes, Recompute
+from autopar.planner.costs.steps.framework import read_framework_constants
 from autopar.planner.graph.graph import Graph
 from autopar.planner.graph.layouts import OpLayout
 from autopar.planner.layers import Layer, Layers, Residence, residence
+from autopar.planner.plan.declared.constraints import HostSaving
 from autopar.planner.plan.solving.prices import LayerKey, LayoutKey, LayoutPrices, Prices
 from autopar.planner.precision import GRADIENT_BYTES, Float8, Precision
 from autopar.planner.programs.layouts.building import LayoutInput
@@ -71,6 +73,7 @@ class PriceBook:
         precision: Precision,
         float8: Float8,
         rules: LayoutRules,
+        host_saving: HostSaving = HostSaving.NEVER,
         measured: Measurements | None = None,
         prices: Prices | None = None,
     ) -> None:
@@ -79,7 +82,7 @@ class PriceBook:
         self.orders = node_orders(cluster)
         self.cluster = self.orders[0]
         self.precision, self.float8 = precision, float8
-        self.rules = rules
+        self.rules, self.host_saving = rules, host_saving
         self.measured = measured
         self.residence: Residence = residence(subject.graph, subject.layers)
         self.slowest_device = slowest_device(cluster)
@@ -88,6 +91,11 @@ class PriceBook:
         self._simpler: dict[LayerKey, LayoutSolution] = {}
         self._by_layers: dict[_Layers, LayoutPrices] = {}
         self._slowest: dict[tuple[LayerKey, Kind], tuple[Modes, ...]] = {}
+
+    @property
+    def may_save_more(self) -> bool:
+        """Whether layers could save on the host where recomputing is faster, but must not."""
+        return self.host_saving is HostSaving.IF_FASTER
 
     def pricer(self, share: RowShare, compile_: Compile) -> OpPricer:
         """Return the pricer for a device and its rows of a microbatch."""
@@ -180,6 +188,7 @@ class PriceBook:
                 shape=self.tensor_shape(of.tensor),
                 device=self.slowest_device,
                 rules=self.rules,
+                host_saving=self.host_saving,
             )
             self._by_layers[key] = self.prices.at(priced)
         return self._by_layers[key]
@@ -228,11 +237,12 @@ class PriceBook:
         parameters = {one.name: one.layout for one in solution.parameters}
         outside = {one.name: one.layout for one in solution.crossing}
         pricer = self.pricer(share, inside.compile)
+        links = self._links(inside, share)
         known: dict[object, Modes] = {}
         rows: list[Modes] = []
         for position, layer in enumerate(self.subject.layers.layers):
             shared = self._shared[position] if inside.is_one_stage else UNSHARED
-            circumstances = self._circumstances(position, layer, shared)
+            circumstances = links[position], self._circumstances(position, layer, shared)
             if circumstances not in known:
                 costs = layer_costs(
                     pricer,
@@ -243,14 +253,36 @@ class PriceBook:
                     parameters=parameters,
                     outside=outside,
                     shared=shared,
+                    host_bytes_per_second=links[position],
                 )
                 known[circumstances] = {
                     mode: cost
-                    for mode, cost in costs.items()
+                    for mode, cost in self._offered(costs, inside).items()
                     if mode.compiles or not pricer.compiles
                 }
             rows.append(known[circumstances])
         return tuple(rows)
+
+    def _links(self, inside: LayerKey, share: RowShare) -> tuple[float, ...]:
+        """Return each layer's rate of copies to the host; 0 if the layer saves nothing there.
+
+        `IF_FASTER` depends on the layer without tensor ranks alone: then all layouts have the same
+        modes, and bounds over them hold.
+        """
+        rate = read_framework_constants().host_link_share * share.device.host.bytes_per_second
+        every = len(self.subject.layers.layers)
+        if self.host_saving is not HostSaving.IF_FASTER or inside.tensor == 1:
+            return (rate * (self.host_saving is not HostSaving.NEVER),) * every
+        unsplit = self.rows(replace(inside, tensor=1, solution=0, lines=None), share)
+        return tuple(rate * bool(modes[Recompute.HOST].host_saved_bytes) for modes in unsplit)
+
+    def _offered(self, costs: Modes, inside: LayerKey) -> Modes:
+        """Return a layer's costs; on the host those of the device, if recomputing is as fast."""
+        again = max(cost.backward_seconds for mode, cost in costs.items() if mode.runs_again)
+        is_open = self.host_saving is HostSaving.IF_FASTER and inside.tensor == 1
+        if is_open and costs[Recompute.HOST].backward_seconds >= again:
+            return {**costs, Recompute.HOST: costs[Recompute.NONE]}
+        return costs
 
     @cached_property
     def _shared(self) -> tuple[SharedWeights, ...]:
@@ -307,3 +339,43 @@ def model_flops(subject: SearchSubject, global_batch: int, precision: Precision)
     done = annotate(subject.graph, subject.axes, batch=batch, precision=precision)
     total = done.total(subject.graph.ops)
     return (total.forward_flops + total.backward_flops) * global_batch // batch
+
+
+_GREATEST = (
+    *("forward_seconds", "recompute_seconds", "saved_bytes", "transient_bytes", "output_bytes"),
+    *("learning_bytes", "learned_gradient_bytes", "early_gradient_bytes", "deferred_bytes"),
+    "host_saved_bytes",
+)
+
+
+def slowest(rows: Sequence[tuple[Modes, ...]]) -> tuple[Modes, ...]:
+    """Return each layer's cost on the slowest kind of device; equal layers stay one object.
+
+    Forward, whole backward, and the part for input gradients are each taken from the device that is
+    slowest in it. Saved bytes are those of the device that saves most.
+    """
+    if len(rows) == 1:
+        return rows[0]
+    known: dict[tuple[int, ...], Modes] = {}
+    row = []
+    for alternatives in zip(*rows, strict=True):
+        key = tuple(map(id, alternatives))
+        if key not in known:
+            known[key] = {
+                mode: _slowest([modes[mode] for modes in alternatives]) for mode in alternatives[0]
+            }
+        row.append(known[key])
+    return tuple(row)
+
+
+def _slowest(costs: Sequence[LayerCost]) -> LayerCost:
+    """Return the maxima of times and sizes; other figures are those of the slowest device."""
+    most = max(costs, key=lambda one: one.forward_seconds + one.backward_seconds)
+    backward = max(one.backward_seconds for one in costs)
+    inputs = max(one.backward_seconds - one.weight_gradient_seconds for one in costs)
+    return replace(
+        most,
+        backward_seconds=backward,
+        weight_gradient_seconds=backward - inputs,
+        **{name: max(getattr(one, name) for one in costs) for name in _GREATEST},
+    )

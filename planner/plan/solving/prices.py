@@ -9,6 +9,7 @@ from autopar.planner.cluster.cluster import Device
 from autopar.planner.cluster.shape import GroupShape, RowShare
 from autopar.planner.costs.ops.pricer import OpPricer
 from autopar.planner.costs.prediction import Compile, Modes
+from autopar.planner.plan.declared.constraints import HostSaving
 from autopar.planner.programs.layouts.choice import LayoutProgram, LayoutSolution, LinePrice
 from autopar.planner.programs.layouts.program import WeightLimit
 from autopar.planner.programs.layouts.rules import LayoutRules
@@ -37,6 +38,7 @@ class LayoutKey:
     shape: GroupShape
     device: Device
     rules: LayoutRules
+    host_saving: HostSaving
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -150,6 +150,7 @@ TERM_PARTS: Mapping[str, StepPart] = MappingProxyType(
         "tensor communication": StepPart.COMMUNICATION,
         "exposed data parallel": StepPart.COMMUNICATION,
         "exposed host copies": StepPart.COMMUNICATION,
+        "exposed activation copies": StepPart.COMMUNICATION,
         "tied weights": StepPart.COMMUNICATION,
         "pipeline bubble": StepPart.BUBBLE,
     }
@@ -294,12 +295,13 @@ def host_words(plan: StoredPlan) -> Iterator[str]:
     needed = max(one.memory.host_bytes for one in plan.prediction.stages)
     if not needed:
         return
-    gathered = plan.arrangement.shards_on_host
-    parts = "parameters, gradients" if gathered else "gradients"
-    yield (
-        f"the host holds {bytes_text(needed)} for each device: {parts}, fp32 weights and optimizer "
-        "states"
-    )
+    arranged = plan.arrangement
+    parts = ["parameters"] * arranged.shards_on_host
+    parts += ["gradients", "fp32 weights", "optimizer states"] * arranged.offload.has_states
+    parts += ["what layers save for the backward"] * any(m.is_on_host for m in plan.layer_modes)
+    *first, last = parts
+    listed = f"{', '.join(first)} and {last}" if first else last
+    yield f"the host holds {bytes_text(needed)} for each device: {listed}"
 
 
 def part_words(prediction: Prediction, part: StepPart) -> str:

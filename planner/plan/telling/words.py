@@ -123,7 +123,7 @@ def compile_words(arrangement: Arrangement) -> str:
 def recompute_words(stages: Sequence[PlannedStage]) -> str:
     """Return the recompute modes: "none", "full", or a mix: "full 20/32"; and a loss in chunks."""
     every = [mode for stage in stages for mode in stage.recompute]
-    modes = Counter(mode if mode.runs_again else Recompute.NONE for mode in every)
+    modes = Counter(mode if mode.spares_device else Recompute.NONE for mode in every)
     total = modes.total()
     mixed = [f"{mode} {n}/{total}" for mode, n in modes.most_common() if mode != Recompute.NONE]
     alone = [str(mode) for mode in modes] or [str(Recompute.NONE)]

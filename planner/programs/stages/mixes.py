@@ -81,7 +81,11 @@ def _of_class(question: StageQuestion, kind: int, number: int, count: int) -> Mi
     numbers = np.array(list(_spreads(count, len(modes))), dtype=np.int64)
     own = [costs[mode] for mode in modes]
     work = np.array(
-        [one.transient_bytes + layer_unsharded_bytes(one, arrangement) for one in own], float
+        [
+            one.transient_bytes + one.host_saved_bytes + layer_unsharded_bytes(one, arrangement)
+            for one in own
+        ],
+        float,
     )
     return Mixes(
         columns=tuple((number, mode) for mode in modes),

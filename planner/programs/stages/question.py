@@ -7,16 +7,17 @@ with equal contents cost the same on ranks of one kind.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 
 from autopar.planner.costs.prediction import Arrangement, LayerCost, Modes, Recompute
 from autopar.planner.costs.schedules.orders import PipelineShape
-from autopar.planner.costs.schedules.table import Moments, rank_moments, stage_ranks
+from autopar.planner.costs.schedules.table import Moments, in_flight, rank_moments, stage_ranks
 from autopar.planner.costs.steps.framework import FrameworkConstants
 from autopar.planner.costs.steps.stage_load import RankGroups
+from autopar.planner.costs.steps.state import host_bytes
 from autopar.planner.costs.steps.step import pipeline_shape
 
 Cut = tuple[int, ...]  # the first layer of each stage, and the number of all layers
@@ -194,6 +195,29 @@ class StageQuestion:
                 for stop in range(max(end, first + 1), min(last, first + longest) + 1):
                     if self.is_border[stop]:
                         yield first, stop
+
+
+def within_host(
+    allowed: tuple[frozenset[Recompute], ...],
+    rows: Sequence[Modes],
+    arrangement: Arrangement,
+    limit_bytes: int,
+) -> tuple[frozenset[Recompute], ...]:
+    """Return the modes of layers without the host's memory, if all together need more of it.
+
+    Stages count as equal. A layer keeps the mode if it has no other.
+    """
+    pairs = zip(allowed, rows, strict=True)
+    saved = sum(
+        modes[Recompute.HOST].host_saved_bytes * (Recompute.HOST in own) for own, modes in pairs
+    )
+    if not saved:
+        return allowed
+    held = sum(host_bytes(modes[Recompute.NONE], arrangement) for modes in rows)
+    flying = max(in_flight(arrangement.schedule, pipeline_shape(arrangement)))
+    if held + saved * flying <= limit_bytes * arrangement.pipeline:
+        return allowed
+    return tuple((own - {Recompute.HOST}) or own for own in allowed)
 
 
 def _amounts(cost: LayerCost) -> tuple[float, int, int]:

@@ -30,7 +30,7 @@ from tests.codegen.launch.test_quoting import HOSTILE
 from tests.planner.plan.plans import arrangement, parts_of, small_plan, split_plan, whole_layouts
 
 BLOCKS = 6
-NONE, SELECTIVE, FULL, CHUNKED = Recompute
+NONE, SELECTIVE, FULL, CHUNKED, HOST = Recompute
 OPTIONS = Path(__file__).parent / "megatron_options.txt"
 SETTINGS = Path(__file__).parent / "tool_settings.txt"
 
@@ -498,6 +498,9 @@ def test_other_differences_are_told() -> None:
     assert "enable = true" in files("torchtitan", compiled)["torchtitan.toml"]
     assert "unlike numbers of rows (3, 2)" in notes("megatron", llama(microbatch=3, rows=(3, 2)))
     assert "logits of lm_head in chunks" in notes("megatron", llama(modes={8: CHUNKED}))
+    there = notes("megatron", llama(modes={2: HOST}))
+    assert "saves tensors of layers on the host" in there
+    assert "recomputes" not in there
     assert notes("megatron", plans()["data"]) == notes("torchtitan", plans()["data"]) == ""
 
 

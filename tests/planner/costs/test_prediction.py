@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from autopar.planner.costs.prediction import Recompute, Zero
+from autopar.runtime import recompute as runtime_recompute
+from autopar.runtime import tensor
 from autopar.runtime.data_parallel.buckets import LEVELS, sharding_of
 from autopar.runtime.recompute.running_again import SAVED
 
@@ -14,6 +16,12 @@ def test_scripts_recompute_in_each_mode_that_runs_again() -> None:
     assert {mode for mode, saved in SAVED.items() if saved is not None} == {
         mode.value for mode in Recompute if mode.saved_ops is not None
     }
+
+
+def test_the_runtime_has_what_scripts_call_for_layers_in_each_mode() -> None:
+    for mode in Recompute:
+        name = mode.call.partition("(")[0]
+        assert not mode.wraps_layers or hasattr(tensor, name) or hasattr(runtime_recompute, name)
 
 
 @pytest.mark.parametrize("level", Zero)

@@ -115,7 +115,7 @@ def test_what_is_computed_again_lives_while_the_layer_runs_backward() -> None:
 def test_full_recompute_adds_the_forward_and_selective_only_the_cheap_ops() -> None:
     prices = pricer(batch=32)  # so many rows that the device is busy all the time
     layer = layer_of(prices, "Block")
-    none, selective, full, _ = (alone(prices, layer)[mode] for mode in Recompute)
+    none, selective, full, *_ = (alone(prices, layer)[mode] for mode in Recompute)
     assert none.recompute_seconds == 0
     last = prices.cost(op_of(prices, layer, "add", 1)).forward_seconds  # no backward needs it
     assert full.recompute_seconds == pytest.approx(none.forward_seconds - last)
@@ -160,7 +160,7 @@ def test_a_layer_that_runs_again_is_dispatched_again_but_for_its_end() -> None:
 def test_a_host_that_runs_ahead_hides_what_selective_recompute_costs_it() -> None:
     prices = pricer("gpt2.py", batch=1, device_name="a100")
     costs = alone(prices, layer_of(prices, "Block"))
-    plain, selective, full, _ = costs.values()
+    plain, selective, full, *_ = costs.values()
     assert selective.forward_seconds == plain.forward_seconds
     assert 0 < selective.recompute_seconds < full.recompute_seconds
 

@@ -13,7 +13,6 @@ from autopar.codegen.script.settings_lines import docstring
 from autopar.planner.cluster.cluster import Cluster
 from autopar.planner.cluster.file import parse_cluster
 from autopar.planner.cluster.shape import RowShare
-from autopar.planner.costs.layers.layer import slowest
 from autopar.planner.costs.prediction import Arrangement, Recompute
 from autopar.planner.costs.schedules.table import rank_of
 from autopar.planner.costs.steps.step import predict
@@ -21,7 +20,7 @@ from autopar.planner.plan.declared.constraints import Declared, StagePin
 from autopar.planner.plan.plan import Plan
 from autopar.planner.plan.search.search import Explorer
 from autopar.planner.plan.solving.candidate import layer_key
-from autopar.planner.plan.solving.costing import SearchSubject
+from autopar.planner.plan.solving.costing import SearchSubject, slowest
 from tests.cells import cells
 from tests.planner.plan.plans import parts_of
 from tests.planner.plan.searches import TINY_GPT2, declared, planned

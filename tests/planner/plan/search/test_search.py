@@ -299,6 +299,36 @@ def test_one_byte_decides_whether_a_plan_fits(places: dict[str, object]) -> None
     assert raised.value.exit_code is ExitCode.INFEASIBLE
 
 
+def save_on_host(plan: Plan) -> bool:
+    """Whether some layers save on the host."""
+    return any(mode.is_on_host for mode in plan.layer_modes)
+
+
+def test_layers_save_on_the_host_where_nothing_else_fits() -> None:
+    places: dict[str, object] = {"pins__dp": 2, "pins__zero": 3, "pins__microbatch": 1}
+    needed = tiny(2, objective="memory", **places).prediction.peak_memory
+    assert needed.host_bytes > 0
+    fits = tiny(2, limits__memory=f"{needed.device_bytes} B", **places)
+    assert save_on_host(fits)
+    assert not save_on_host(tiny(2, **places))
+    with pytest.raises(InfeasibleError) as raised:
+        tiny(2, limits__memory=f"{needed.device_bytes} B", limits__host_memory="1 B", **places)
+    assert f"{needed.host_bytes:,} B" in raised.value.found
+    assert "what layers save for the backward on the host" in raised.value.found
+
+
+def test_layers_save_on_the_host_where_that_is_faster_than_to_compute_again() -> None:
+    model = ("llama.py", "size=8b", "layers=4")
+    places: dict[str, Any] = {"pins__microbatch": 8, "global_batch": 8, "offload": "none"}
+    quick, slow = (
+        planned(model, choose_cluster(1, device), limits__memory="60 GiB", **places)
+        for device in ("gh200-96gb", "h100-sxm")
+    )
+    assert save_on_host(quick)
+    assert not save_on_host(slow)
+    assert any(mode.runs_again for mode in slow.layer_modes)
+
+
 def test_a_model_far_too_large_is_told_what_it_needs() -> None:
     with pytest.raises(InfeasibleError) as raised:
         planned(("llama.py", "size=8b", "layers=8"), choose_cluster(1, "a10"), offload="none")
@@ -309,7 +339,9 @@ def test_an_optimizer_goes_to_the_host_where_nothing_else_fits() -> None:
     model = ("llama.py", "size=8b", "layers=8")
     plan = planned(model, choose_cluster(1, "a10"))
     assert plan.arrangement.offload is Offload.OPTIMIZER
-    least = planned(model, choose_cluster(1, "a10"), pins__zero=3, pins__microbatch=1)
+    least = planned(
+        model, choose_cluster(1, "a10"), pins__zero=3, pins__microbatch=1, objective="memory"
+    )
     needed = least.prediction.peak_memory.host_bytes
     with pytest.raises(InfeasibleError) as raised:
         planned(model, choose_cluster(1, "a10"), limits__host_memory=f"{needed // 2} B")

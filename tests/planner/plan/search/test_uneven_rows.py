@@ -13,7 +13,6 @@ import pytest
 from autopar.planner.cluster.cluster import Cluster, Device
 from autopar.planner.cluster.file import parse_cluster
 from autopar.planner.cluster.shape import RowShare
-from autopar.planner.costs.layers.layer import slowest
 from autopar.planner.costs.prediction import Arrangement, Recompute, Zero
 from autopar.planner.costs.steps.step import predict
 from autopar.planner.findings.rows import may_be_uneven
@@ -22,7 +21,7 @@ from autopar.planner.plan.search.points import MOST_SHARES, uneven
 from autopar.planner.plan.search.search import Explorer
 from autopar.planner.plan.search.space import divisors
 from autopar.planner.plan.solving.candidate import layer_key
-from autopar.planner.plan.solving.costing import SearchSubject
+from autopar.planner.plan.solving.costing import SearchSubject, slowest
 from autopar.planner.trace import trace
 from tests.field.cells import AWKWARD
 from tests.planner.plan.plans import parts_of

@@ -44,7 +44,7 @@ class Truth:
 
 
 def random_modes(random: Random) -> Modes:
-    """Return a layer in its three modes; recomputing takes longer and keeps less."""
+    """Return a layer in its modes; recomputing takes longer and keeps less."""
     forward = random.uniform(1e-3, 4e-3)
     backward = 2 * forward * random.uniform(0.8, 1.2)
     parameters = random.randint(1, 40) * 100_000
@@ -72,6 +72,7 @@ def random_modes(random: Random) -> Modes:
         Recompute.SELECTIVE: again(plain, share=0.1, kept=0.6, more=saved // 3),
         Recompute.FULL: again(plain, share=1.0, kept=0.1, more=saved),
         Recompute.CHUNKED: plain,
+        Recompute.HOST: plain,
     }
 
 
@@ -80,6 +81,23 @@ def with_chunks(modes: Modes) -> Modes:
     plain = modes[Recompute.NONE]
     less = -2 * plain.transient_bytes // 3
     return {**modes, Recompute.CHUNKED: again(plain, share=0.03, kept=0.9, more=less)}
+
+
+def with_host(modes: Modes) -> Modes:
+    """Return a layer that can save on the host: little stays, and all comes back while it runs."""
+    plain = modes[Recompute.NONE]
+    there = again(plain, share=0.08, kept=0.0, more=plain.saved_bytes)
+    waits = there.recompute_seconds
+    there = replace(there, host_saved_bytes=plain.saved_bytes, host_wait_seconds=waits)
+    return {**modes, Recompute.HOST: there}
+
+
+def on_host(case: StageCase) -> StageCase:
+    """Return a case whose layers can save on the host; equal layers stay one object."""
+    (row,) = {id(row): row for row in case.question.rows}.values()
+    changed = {id(modes): with_host(modes) for modes in row}
+    rows = (tuple(changed[id(modes)] for modes in row),) * len(case.question.rows)
+    return replace(case, question=replace(case.question, rows=rows))
 
 
 def again(plain: LayerCost, *, share: float, kept: float, more: int) -> LayerCost:

@@ -35,6 +35,7 @@ from tests.planner.programs.stages.stage_cases import (
     Truth,
     best_within,
     brute_force,
+    on_host,
     prices,
     random_case,
     whole_case,
@@ -110,6 +111,18 @@ def test_one_stage_runs_in_the_best_of_all_mixes(zero: Zero, room: float, seed: 
     answer = choose_stages(case.question)
     assert found_seconds(answer) == pytest.approx(truth, rel=1e-9)
     assert answer.bound_seconds == pytest.approx(truth, rel=1e-9)
+
+
+@pytest.mark.parametrize("room", [0.8, 0.5])
+def test_layers_save_on_the_host_where_that_is_faster_and_fits(room: float) -> None:
+    is_faster = []
+    for seed in (1, 2):
+        case = whole_case(seed, zero=Zero.NONE, layers=5, room=room)
+        there = on_host(case)
+        truth, found = brute_force(there).seconds, found_seconds(choose_stages(there.question))
+        assert found == pytest.approx(truth, rel=1e-9)
+        is_faster.append(found < found_seconds(choose_stages(case.question)))
+    assert any(is_faster)
 
 
 @pytest.mark.parametrize("zero", Zero)

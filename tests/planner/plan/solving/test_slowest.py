@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from autopar.planner.costs.layers.layer import slowest
 from autopar.planner.costs.prediction import Recompute
+from autopar.planner.plan.solving.costing import slowest
 from tests.planner.costs.step_factories import layer
 
 QUICK_BACK = layer(forward_seconds=5e-3, backward_seconds=8e-3, weight_gradient_seconds=2e-3)

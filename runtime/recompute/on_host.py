@@ -1,0 +1,233 @@
+"""Keeps what the backward of a layer needs in the host's memory until this backward.
+
+In a layer's forward, each tensor that autograd saves is copied to the host, beside the computing of
+this layer and of the next one. After the next layer's forward, the device's memory is freed. In the
+backward, the tensors come back while the layer behind runs its backward. So the device holds the
+tensors of two layers. The last layer's tensors do not have to come back if its backward is next.
+On a CPU both memories are the host's.
+
+Some tensors stay on the device: parameters, buffers, small tensors, small parts of a larger one,
+and tensors that three layers or more save, such as a mask or the angles of a rotary embedding.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from autopar.runtime.ranks.transport import HostLink
+from autopar.runtime.recompute.running_again import Forward, wrap_forward
+
+_LEAST_BYTES = 1024  # starting a copy takes longer than sending this much
+_MOST_PARTS = 8  # a smaller part of a tensor stays: the rest would be copied with it
+_MOST_LAYERS = 2  # save one tensor: a layer that makes it, and the next one, which reads it
+
+
+def save_on_host(layers: Sequence[nn.Module], device: torch.device) -> None:
+    """Let layers keep what their backwards need in the host's memory.
+
+    Call this after `compile_layers` and before `wrap`, with the layers in the order in which they
+    run. Memory of the host is used again in later steps.
+    """
+    shelf = _Shelf(HostLink(device), device)
+    for layer in layers:
+        _save_there(layer, shelf)
+
+
+def _save_there(layer: nn.Module, shelf: _Shelf) -> None:
+    def around(forward: Forward) -> Forward:
+        def saving(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return forward(*args, **kwargs)
+            run = _LayerRun(shelf, layer)
+            with saved_tensors_hooks(run.pack, _View.tensor_of):
+                result = forward(*args, **kwargs)
+            run.end()
+            return result
+
+        return saving
+
+    wrap_forward(layer, around)
+
+
+class _Shelf:
+    """What the layers of a model share: the link, free memory of the host, the latest run."""
+
+    def __init__(self, link: HostLink, device: torch.device) -> None:
+        self.link, self.device = link, device
+        self.free = defaultdict[int, list[Tensor]](list)  # by size
+        # by storage, dtype and version of its values
+        self.known: weakref.WeakValueDictionary[object, _Saved] = weakref.WeakValueDictionary()
+        self.latest: _LayerRun | None = None
+        self.on_device: _LayerRun | None = None  # its forward is over, its tensors are still there
+
+    def home(self, size_bytes: int) -> Tensor:
+        """Return memory of the host."""
+        free = self.free[size_bytes]
+        return free.pop() if free else self.link.empty(size_bytes, torch.uint8)
+
+
+class _Saved:
+    """The memory of a tensor that a backward needs: on the host, and at times on the device."""
+
+    def __init__(self, shelf: _Shelf, values: Tensor) -> None:
+        self.here: Tensor | None = values  # on the device
+        self.run: _LayerRun | None = None  # the latest that has saved it
+        self.layers = 0
+        self.origin = weakref.ref(values.untyped_storage())
+        self._shelf, self._elements, self._dtype = shelf, values.numel(), values.dtype
+        self._memory = shelf.home(values.nbytes)
+        self._arrival: Any = None
+        shelf.link.copy(values, self._home)
+
+    @property
+    def _home(self) -> Tensor:
+        return self._memory.view(self._dtype)
+
+    def fetch(self) -> None:
+        """Start to copy it back."""
+        device, link = self._shelf.device, self._shelf.link
+        self.here = torch.empty(self._elements, dtype=self._dtype, device=device)
+        link.copy(self._home, self.here)
+        self._arrival = link.mark(comes_back=True)
+
+    def values(self) -> Tensor:
+        """Return it; computing waits until it has come back."""
+        if self.here is None:
+            self.fetch()
+        self._await()
+        assert self.here is not None
+        return self.here
+
+    def leave(self) -> None:
+        """Free the device's memory."""
+        self._await()
+        self.here = None
+
+    def _await(self) -> None:
+        self._shelf.link.join(self._arrival)
+        self._arrival = None
+
+    def __del__(self) -> None:
+        """Give the host's memory back; the device's is freed, and nothing may write to it then."""
+        self._await()
+        self._shelf.free[self._memory.numel()].append(self._memory)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _View:
+    """A tensor as autograd has saved it: a view of saved memory."""
+
+    saved: _Saved
+    run: _LayerRun
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: Any
+
+    @staticmethod
+    def tensor_of(packed: Tensor | _View) -> Tensor:
+        """Return the tensor for the backward."""
+        if isinstance(packed, Tensor):
+            return packed
+        packed.run.begin_backward()
+        return packed.saved.values().as_strided(packed.size, packed.stride, packed.offset)
+
+
+class _LayerRun:
+    """One forward of a layer: what it has saved, and the run before it."""
+
+    def __init__(self, shelf: _Shelf, layer: nn.Module) -> None:
+        latest = shelf.latest
+        self.is_waiting = True  # for its backward
+        # if the latest has begun its backward, this is the first layer of another microbatch
+        self._before = latest if latest is not None and latest.is_waiting else None
+        self._shelf = shelf
+        self._sent: Any = None
+        self._saved: list[weakref.ref[_Saved]] = []
+        self._staying = {
+            one.untyped_storage()._cdata for one in (*layer.parameters(), *layer.buffers())
+        }
+
+    def pack(self, tensor: Tensor) -> Tensor | _View:
+        """Save a tensor on the host; return it as it is, if it stays on the device."""
+        if not self._goes(tensor):
+            return tensor
+        key = tensor.untyped_storage()._cdata, tensor.dtype, tensor._version
+        saved = self._shelf.known.get(key)
+        if saved is None or saved.origin() is None:
+            saved = self._shelf.known[key] = _Saved(self._shelf, _everything(tensor))
+        if saved.run is not self:
+            if saved.layers == _MOST_LAYERS:
+                return tensor
+            saved.run, saved.layers = self, saved.layers + 1
+            self._saved.append(weakref.ref(saved))
+        return _View(
+            saved=saved,
+            run=self,
+            size=tensor.size(),
+            stride=tensor.stride(),
+            offset=tensor.storage_offset(),
+        )
+
+    def _goes(self, tensor: Tensor) -> bool:
+        if (
+            is_traceable_wrapper_subclass(tensor)
+            or tensor.layout is not torch.strided
+            or tensor.device.type != self._shelf.device.type
+            or tensor.is_conj()
+            or tensor.is_neg()
+        ):
+            return False
+        storage = tensor.untyped_storage()
+        is_small = _MOST_PARTS * tensor.nbytes < storage.nbytes() or tensor.nbytes < _LEAST_BYTES
+        return not is_small and storage._cdata not in self._staying
+
+    def end(self) -> None:
+        """End the forward, and free what the run before it has on the device."""
+        shelf = self._shelf
+        self._sent = shelf.link.mark(comes_back=False)
+        if shelf.on_device is not None:
+            shelf.on_device.leave()
+        shelf.on_device = shelf.latest = self
+
+    def leave(self) -> None:
+        """Free the device's memory, once everything has arrived on the host."""
+        self._shelf.link.join(self._sent)
+        for saved in self._living():
+            saved.leave()
+
+    def begin_backward(self) -> None:
+        """At the first call, fetch what is not on the device, and then that of the run before."""
+        if not self.is_waiting:
+            return
+        self.is_waiting, shelf = False, self._shelf
+        if shelf.on_device not in (None, self):
+            shelf.on_device.leave()
+        shelf.on_device = None
+        self._fetch()
+        if self._before is not None:
+            self._before._fetch()
+        self._before = None
+
+    def _fetch(self) -> None:
+        for saved in self._living():
+            if saved.here is None:
+                saved.fetch()
+
+    def _living(self) -> list[_Saved]:
+        return [saved for one in self._saved if (saved := one()) is not None]
+
+
+def _everything(tensor: Tensor) -> Tensor:
+    """Return all of a tensor's memory as one row, outside of autograd."""
+    values = tensor.data
+    elements = values.untyped_storage().nbytes() // values.element_size()
+    return values.as_strided((elements,), (1,), 0)
