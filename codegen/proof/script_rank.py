@@ -29,14 +29,16 @@ from torch.optim import Optimizer
 
 from autopar.codegen.proof.comparison import HeldBlock, RankInHalf, RankTrained
 from autopar.codegen.proof.draws import Drawing
-from autopar.codegen.proof.exactness import Exactly, KeepFloat64
-from autopar.codegen.proof.plain import (
+from autopar.codegen.proof.exactness import (
+    Exactly,
+    KeepFloat64,
     all_steps,
     clipped_share,
     held_tensors,
     trained_tensors,
     wide_copy,
 )
+from autopar.codegen.proof.replicas import STEPS_COMPARED
 from autopar.runtime import optimizer
 from autopar.runtime.checkpointing.owners import named_tensors, weights_held
 from autopar.runtime.optimizer import gradients
@@ -177,7 +179,7 @@ def _exactly(function: Callable[..., Tensor], dtype: torch.dtype) -> Callable[..
 
 
 def imported(path: Path) -> ModuleType:
-    """Import a script by path, with evaluation and export turned off."""
+    """Import a script by path, with evaluation and export turned off, and with few local steps."""
     spec = importlib.util.spec_from_file_location(NAME, path)
     assert spec is not None
     assert spec.loader is not None
@@ -187,6 +189,8 @@ def imported(path: Path) -> ModuleType:
     module.CHECK_FIRST_STEP = False  # type: ignore[attr-defined]
     module.EXPORT = "none"  # type: ignore[attr-defined]
     module.EVAL_EVERY = 0  # type: ignore[attr-defined]
+    if hasattr(module, "SYNC_EVERY"):
+        module.SYNC_EVERY = STEPS_COMPARED  # type: ignore[attr-defined]
     return module
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from typing import Any, Self
@@ -24,7 +24,7 @@ from autopar.planner.files import (
     SomeSeconds,
 )
 from autopar.planner.graph.ops import Op
-from autopar.planner.precision import Float8, Kernels, Precision
+from autopar.planner.precision import Float8, Kernels, Outer, Precision
 from autopar.planner.rules.table import rule_of
 
 
@@ -160,17 +160,13 @@ class Zero(IntEnum):
         return self.shards_modules and not self.divides_parameters
 
 
-def zero_words(levels: Iterable[Zero]) -> str:
-    """Return how ZeRO levels are asked for: "zero=0 or zero=1"."""
-    return " or ".join(f"zero={level.value}" for level in levels)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrangement:
     """How ranks share the training; they are numbered tensor first, then data, then pipeline.
 
-    `shard` ranks together hold one sharded copy: all of `data`, or fewer (HSDP). If the microbatch
-    sizes of data ranks differ, `rows` has each rank's, and `microbatch` is the largest.
+    `shard` ranks together hold one sharded copy: all of `data`, or fewer (HSDP). With local steps,
+    `shard` ranks are one replica, also without sharding. If the microbatch sizes of data ranks
+    differ, `rows` has each rank's, and `microbatch` is the largest.
     """
 
     pipeline: Degree
@@ -189,6 +185,8 @@ class Arrangement:
     float8: Float8 = Float8.NONE  # of the linear layers inside compiled layers
     offload: Offload = Offload.NONE
     rows: tuple[Rows, ...] = ()
+    sync_every: Repeats = 1  # local steps of each replica between two outer steps; 1: no local ones
+    outer: Outer = Outer.NONE  # of local steps
     # which of the tried orders of unlike nodes; 0 in a plan: its cluster has the chosen order
     order: Number = 0
 
@@ -196,6 +194,16 @@ class Arrangement:
     def ranks(self) -> int:
         """The processes of the training."""
         return self.pipeline * self.data * self.tensor
+
+    @property
+    def is_local(self) -> bool:
+        """Whether replicas take local steps."""
+        return self.sync_every > 1
+
+    @property
+    def averaging_ranks(self) -> Degree:
+        """The number of data ranks that average their gradients in every step."""
+        return self.shard if self.is_local else self.data
 
     @property
     def is_one_pass(self) -> bool:
@@ -224,13 +232,6 @@ class Arrangement:
         return self.offload.has_states and self.zero.shards_modules
 
     @property
-    def zero_words(self) -> str:
-        """What the ZeRO level divides, or that a single device fetches its layers."""
-        if self.shards_on_host and self.data == 1:
-            return "parameters are in the host's memory, and are fetched layer by layer"
-        return self.zero.words
-
-    @property
     def optimizer_ranks(self) -> int:
         """The number of data ranks that divide the optimizer's states between them."""
         return self.shard if self.zero.divides_optimizer else 1
@@ -238,7 +239,8 @@ class Arrangement:
     @property
     def has_buckets(self) -> bool:
         """Whether gradients lie in buckets; if they go to the host, even on a single data rank."""
-        return (self.data > 1 or self.offload.has_states) and not self.zero.shards_modules
+        is_sent = self.averaging_ranks > 1 or self.offload.has_states
+        return is_sent and not self.zero.shards_modules
 
     @property
     def keeps_buckets(self) -> bool:

@@ -46,6 +46,9 @@ class OuterOptimizer:
         self._common_of = dict(zip(targets, self._common, strict=True))
         stepped = self._common or [nn.Parameter(torch.empty(0, device=mesh.device))]
         self._sgd = SGD(stepped, lr=lr, momentum=momentum, nesterov=momentum > 0)
+        if momentum:  # from the start, so that memory that is too small shows before the first step
+            for one in stepped:
+                self._sgd.state[one]["momentum_buffer"] = torch.zeros_like(one)
         optimizer.__dict__[_OUTER] = self
 
     @torch.no_grad()
@@ -70,8 +73,8 @@ class OuterOptimizer:
 
     def state_of(self, target: nn.Parameter) -> Mapping[str, Tensor]:
         """Return the outer state of a tensor that the inner optimizer steps."""
-        found = self._sgd.state[self._common_of[id(target)]].get("momentum_buffer")
-        return {} if found is None else {MOMENTUM: found}
+        state = self._sgd.state[self._common_of[id(target)]]
+        return {MOMENTUM: state["momentum_buffer"]} if state else {}
 
     def put_momentum(self, target: nn.Parameter, value: Tensor) -> None:
         """Restore the momentum of a tensor that the inner optimizer steps."""

@@ -24,7 +24,6 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from autopar.codegen.proof.dryrun.rank import FirstStep, run_first_step
 from autopar.codegen.proof.dryrun.running import (
     microbatches_run,
     predicted_memory,
@@ -32,6 +31,7 @@ from autopar.codegen.proof.dryrun.running import (
     started,
     written,
 )
+from autopar.codegen.proof.dryrun.watching import FirstStep, run_first_step
 from autopar.planner.costs.prediction import MemoryPrediction
 from autopar.planner.plan.plan import Plan, StoredPlan
 from autopar.planner.plan.telling.timeline import (

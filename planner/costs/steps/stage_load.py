@@ -161,9 +161,10 @@ class RankGroups:
     """The shapes of all groups, and the rates of each pipeline rank's unlike devices."""
 
     tensor: GroupShape
-    data: GroupShape
+    data: GroupShape  # the data ranks that average gradients in every step
     shard: GroupShape
-    replicas: GroupShape
+    replicas: GroupShape  # the data ranks with the same part, whose gradients are averaged
+    outer: GroupShape  # the ranks with the same part in replicas that take local steps
     neighbours: GroupShape  # of two consecutive stages
     ends: GroupShape  # of the first and the last stage
     stages: GroupShape  # of all stages of a pipeline
@@ -207,6 +208,7 @@ class _Degrees:
     data: int
     tensor: int
     shard: int
+    is_local: bool
     precision: Precision
 
 
@@ -217,6 +219,7 @@ def rank_groups(cluster: Cluster, arrangement: Arrangement) -> RankGroups:
         data=arrangement.data,
         tensor=arrangement.tensor,
         shard=arrangement.shard,
+        is_local=arrangement.is_local,
         precision=arrangement.precision,
     )
     return _groups(cluster, degrees)
@@ -232,11 +235,14 @@ def _groups(cluster: Cluster, degrees: _Degrees) -> RankGroups:
         degrees.shard,
     )
     width = tensor * data
+    alone, copies = group_shape(cluster, 1, 1), group_shape(cluster, data // shard, tensor * shard)
+    averaging = shard if degrees.is_local else data
     return RankGroups(
         tensor=group_shape(cluster, tensor, 1),
-        data=group_shape(cluster, data, tensor),
+        data=group_shape(cluster, averaging, tensor),
         shard=group_shape(cluster, shard, tensor),
-        replicas=group_shape(cluster, data // shard, tensor * shard),
+        replicas=alone if degrees.is_local else copies,
+        outer=copies if degrees.is_local else alone,
         neighbours=neighbour_shape(cluster, pipeline, width),
         ends=ends_shape(cluster, (pipeline - 1) * width),
         stages=group_shape(cluster, pipeline, width),

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from math import ceil, prod
 from typing import Any
 
 from autopar.planner.cluster.cluster import Cluster
-from autopar.planner.costs.prediction import Offload, Zero, zero_words
+from autopar.planner.costs.prediction import Offload, Zero
 from autopar.planner.errors import InfeasibleError
 from autopar.planner.findings.rows import meeting_rows, norm_of_rows
 from autopar.planner.findings.traits import OptimizerTraits, Reach
 from autopar.planner.graph.graph import Graph
 from autopar.planner.graph.ops import GradientUse, Op, OwnGradient
-from autopar.planner.plan.declared.constraints import Constraints, Declared, constraints_of
+from autopar.planner.plan.declared.constraints import (
+    Constraints,
+    Declared,
+    constraints_of,
+    local_steps,
+)
+from autopar.planner.precision import Allowed
 from autopar.planner.rules.table import takes_statistics
 
 _UNDIVIDED = tuple(level for level in Zero if not level.divides_optimizer)
@@ -25,6 +31,11 @@ _ROWS_PER_DEVICE = 8
 # took 8,192 (Goyal et al., 2017), CLIP 32,768.
 _TOKENS_OF_A_STEP = (2**22, 2**24)
 _ROWS_OF_A_STEP = (2**13, 2**15)  # where a row is no sequence of tokens
+
+
+def zero_words(levels: Iterable[Zero]) -> str:
+    """Return how ZeRO levels are asked for: "zero=0 or zero=1"."""
+    return " or ".join(f"zero={level.value}" for level in levels)
 
 
 def with_whole_scalars(constraints: Constraints, graph: Graph) -> Constraints:
@@ -258,7 +269,29 @@ def completed(constraints: Constraints, cluster: Cluster, graph: Graph) -> Const
     constraints = with_own_gradients(constraints, graph)
     constraints = with_whole_batch(with_batch(constraints, cluster, graph), graph)
     check_lone_rows(constraints, graph)
-    return with_whole_scalars(constraints, graph)
+    return with_local_steps(with_whole_scalars(constraints, graph), graph)
+
+
+_AVERAGED = ("running_mean", "running_var", "num_batches_tracked")
+
+
+def with_local_steps(constraints: Constraints, graph: Graph) -> Constraints:
+    """Return the constraints without local steps, if the model writes buffers of its own.
+
+    An outer step averages parameters and running statistics of norms, but no other buffers.
+    """
+    own = (one.name for one in graph.buffers if one.updated and not one.name.endswith(_AVERAGED))
+    written = next(own, None)
+    if written is None or local_steps(constraints) == (1,):
+        return constraints
+    if 1 not in local_steps(constraints):
+        raise InfeasibleError(
+            f"local steps would leave the buffer {written} different on each replica",
+            expected="a model that writes no buffers but running statistics of norms",
+            fix="leave out --sync-every",
+        )
+    allowed = tuple(one for one in constraints.allowed if one is not Allowed.LOCAL_STEPS)
+    return replace(constraints, allowed=allowed, sync_every=None)
 
 
 def with_batch(constraints: Constraints, cluster: Cluster, graph: Graph) -> Constraints:

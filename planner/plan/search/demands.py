@@ -15,7 +15,6 @@ from autopar.planner.costs.prediction import (
     Offload,
     Recompute,
     Zero,
-    zero_words,
 )
 from autopar.planner.costs.schedules.table import SCHEDULES
 from autopar.planner.costs.steps.stage_load import least_host
@@ -29,7 +28,9 @@ from autopar.planner.plan.declared.constraints import (
     conflict_text,
     constraints_of,
     covers,
+    local_steps,
 )
+from autopar.planner.plan.declared.limits import zero_words
 from autopar.planner.plan.search.space import DEFAULT_BUCKET_BYTES, Choices
 from autopar.planner.plan.solving.candidate import Candidate, Demands
 from autopar.planner.plan.solving.costing import SearchSubject
@@ -174,6 +175,8 @@ def choices_of(subject: SearchSubject, cluster: Cluster, constraints: Constraint
         offloads=tuple(_offloads(cluster, constraints)),
         stages_per_rank=constraints.stages_per_rank,
         shard=constraints.shard,
+        local_steps=local_steps(constraints),
+        outer=constraints.outer,
         node_devices=min(node.devices for node in cluster.nodes),
         layers=len(subject.layers.layers),
     )

@@ -23,8 +23,8 @@ def complexity(arrangement: Arrangement, *, recomputes: bool) -> Complexity:
 
     In this order: how many kinds of parallelism there are; how many of them need printed forwards
     (pipeline and tensor: data ranks run the model's own forward); the ZeRO level; whether the host
-    has the optimizer; 16-bit gradient sums; whether a layer is recomputed; whether layers are
-    compiled.
+    has the optimizer; how many replicas take local steps; 16-bit gradient sums; whether a layer is
+    recomputed; whether layers are compiled.
     """
     opening = (arrangement.pipeline > 1) + (arrangement.tensor > 1)
     return (
@@ -32,6 +32,7 @@ def complexity(arrangement: Arrangement, *, recomputes: bool) -> Complexity:
         opening,
         arrangement.zero.value,
         int(arrangement.offload.has_states),
+        arrangement.data // arrangement.averaging_ranks - 1,
         int(arrangement.compressed_gradients),
         int(recomputes),
         int(arrangement.compile is Compile.LAYERS),

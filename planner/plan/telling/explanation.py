@@ -151,6 +151,7 @@ TERM_PARTS: Mapping[str, StepPart] = MappingProxyType(
         "exposed data parallel": StepPart.COMMUNICATION,
         "exposed host copies": StepPart.COMMUNICATION,
         "tied weights": StepPart.COMMUNICATION,
+        "outer step": StepPart.COMMUNICATION,
         "pipeline bubble": StepPart.BUBBLE,
     }
 )
