@@ -114,6 +114,8 @@ def run_script(path: str, arguments: Sequence[str], *, limit: float | None = 1.0
         patch.object(gradients, "clip_by_global_norm", watched.clipped),
     ):
         script: Any = imported(Path(path))
+    if hasattr(script, "SYNC_EVERY"):
+        script.SYNC_EVERY = STEPS_COMPARED
     dtype = getattr(torch, dict(pairwise(arguments)).get("--dtype", script.DTYPE))
     script.train_step = watched.stepped(script.train_step, dtype)
     if hasattr(script, "valid_targets"):  # absent if the loss has no targets to count
@@ -179,7 +181,7 @@ def _exactly(function: Callable[..., Tensor], dtype: torch.dtype) -> Callable[..
 
 
 def imported(path: Path) -> ModuleType:
-    """Import a script by path, with evaluation and export turned off, and with few local steps."""
+    """Import a script by path, with evaluation and export turned off."""
     spec = importlib.util.spec_from_file_location(NAME, path)
     assert spec is not None
     assert spec.loader is not None
@@ -189,8 +191,6 @@ def imported(path: Path) -> ModuleType:
     module.CHECK_FIRST_STEP = False  # type: ignore[attr-defined]
     module.EXPORT = "none"  # type: ignore[attr-defined]
     module.EVAL_EVERY = 0  # type: ignore[attr-defined]
-    if hasattr(module, "SYNC_EVERY"):
-        module.SYNC_EVERY = STEPS_COMPARED  # type: ignore[attr-defined]
     return module
 
 
