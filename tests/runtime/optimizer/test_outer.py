@@ -1,5 +1,6 @@
 """Replicas that take local steps train as one process that plays all of them, one by one."""
 
+import math
 from collections.abc import Iterable
 from itertools import product
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
+from autopar.runtime.data.loss import largest_norm
 from autopar.runtime.data_parallel.wrapping import set_last, wrap
 from autopar.runtime.optimizer.building import build_optimizer
 from autopar.runtime.optimizer.gradients import clip_by_global_norm
@@ -156,6 +158,16 @@ def test_running_statistics_become_their_mean() -> None:
     assert torch.allclose(found, (one + other) / 2, rtol=0, atol=1e-12)
     assert torch.equal(found, same)
     assert not torch.allclose(one, other)
+
+
+def largest_of_norms(own: list[float]) -> float:
+    mesh = start(data=4, shard=2, sync_every=2)
+    return largest_norm(torch.tensor(own[mesh.replica.rank]), mesh)
+
+
+def test_every_rank_knows_the_largest_norm_and_whether_one_is_nan() -> None:
+    assert run_on_ranks(largest_of_norms, 4, [1.0, 3.0]) == [3.0] * 4
+    assert all(map(math.isnan, run_on_ranks(largest_of_norms, 4, [math.nan, 3.0])))
 
 
 def means_of_many() -> list[Tensor]:
