@@ -1,4 +1,4 @@
-"""The dtypes of a training, and their bytes."""
+"""What changes the numbers of a training: dtypes, and choices that are allowed by name."""
 
 from __future__ import annotations
 
@@ -123,3 +123,32 @@ def item_bytes(dtype: str, precision: Precision) -> int:
 def optimizer_bytes(precision: Precision, moments: float) -> float:
     """Return an optimizer's bytes per element: fp32 moments, and for 16 bits a master weight."""
     return 4 * (moments + precision.is_half)
+
+
+class Allowed(StrEnum):
+    """A choice that changes what is learnt: the search makes it only if it is allowed by name."""
+
+    LOCAL_STEPS = "local-steps"
+
+
+LOCAL_STEPS = 64  # between two outer steps, where no other number is declared
+
+
+class Outer(StrEnum):
+    """The optimizer that takes the mean of what replicas have learnt in their local steps."""
+
+    _value_: str
+    rate: float
+    momentum: float  # Nesterov's
+    copies: int  # fp32 tensors beside the parameters: the last common ones, and the momentum
+
+    NONE = "none", 0.0, 0.0, 0
+    NESTEROV = "nesterov", 0.7, 0.9, 2  # DiLoCo (Douillard et al., 2023)
+    AVERAGE = "average", 1.0, 0.0, 1  # the mean of all parameters: local SGD (Stich, 2019)
+
+    def __new__(cls, name: str, *row: Any) -> Self:
+        """Return an outer optimizer with the columns of its row."""
+        one = str.__new__(cls, name)
+        one._value_ = name
+        one.rate, one.momentum, one.copies = row
+        return one

@@ -22,6 +22,7 @@ from autopar.planner.plan.telling.words import (
     chosen,
     compile_words,
     degrees_words,
+    local_words,
     nodes_words,
     offload_words,
     recompute_words,
@@ -216,7 +217,7 @@ def _plan_text(row: _PlanRow) -> Text:
     one = row.arrangement
     first = [degrees_words(one), sharding_words(one) if one.data > 1 else "", schedule_words(one)]
     again = "" if row.recompute == "none" else f"recompute {row.recompute}"
-    second = [batch_words(one), again, compile_words(one), offload_words(one)]
+    second = [batch_words(one), again, local_words(one), compile_words(one), offload_words(one)]
     lines = [", ".join(part for part in line if part) for line in (first, second)]
     text = Text("\n".join(lines))
     if row.difference:
@@ -297,6 +298,7 @@ def _plan_words(point: CurvePoint) -> str:
         degrees_words(arranged),
         sharding_words(arranged) if arranged.data > 1 else "",
         schedule_words(arranged),
+        local_words(arranged),
         "" if again == "none" else f"recompute {again}",
     )
     return ", ".join(part for part in parts if part)

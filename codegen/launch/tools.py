@@ -98,10 +98,10 @@ def _notes(tool: Tool, facts: ToolFacts, mode: Recompute) -> Iterator[str]:
     if again:
         yield f"the plan recomputes {some(again)}; {tool.name} only blocks: more memory"
     chunked = [call for call, own in facts.modes_outside if own.makes_chunks]
-    if chunked:
-        yield f"the plan makes the logits of {some(chunked)} in chunks; no setting here says so"
-    if chosen.float8 is not Float8.NONE:
-        yield f"the plan multiplies in float8 ({chosen.float8}); no setting here says so"
+    unsaid = [f"makes the logits of {some(chunked)} in chunks"] if chunked else []
+    unsaid += [f"multiplies in float8 ({chosen.float8})"] * (chosen.float8 is not Float8.NONE)
+    unsaid += [f"takes {chosen.sync_every} local steps at a time"] * chosen.is_local
+    yield from (f"the plan {one}; no setting here says so" for one in unsaid)
     if chosen.compile is not Compile.NONE and not tool.compiles:
         yield f"the plan compiles layers; {tool.name} has no setting for torch.compile"
     on_host = ["steps the optimizer"] * chosen.offload.has_states

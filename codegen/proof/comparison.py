@@ -165,14 +165,28 @@ class TrainingComparison:
 def compared(
     ranks: Sequence[RankTrained], expected: TrainedAlone, axes: AxisSizes
 ) -> TrainingComparison:
-    """Return how far the ranks of a script are from plain PyTorch in one process."""
-    norms = [_by_step(rank.norms, expected.norms) for rank in ranks]
+    """Return how far the ranks of a script are from plain PyTorch in one process.
+
+    With local steps, ranks have the gradients of their own replica.
+    """
+    replicas = (expected, *expected.others)
+    owns = [
+        (rank // axes.tensor % axes.data) * len(replicas) // axes.data for rank in range(len(ranks))
+    ]
+    groups = [
+        (one, [rank for rank, own in zip(ranks, owns, strict=True) if own == number])
+        for number, one in enumerate(replicas)
+    ]
+    norms = [_by_step(rank.norms, one.norms) for one, own in groups for rank in own]
+    gradients = [
+        largest_of(apart([rank.gradients for rank in own], one.gradients)) for one, own in groups
+    ]
     initial = apart([rank.initial for rank in ranks], expected.initial)
     return TrainingComparison(
         initial=largest_of(initial),
         loss=_by_step(ranks[0].losses, expected.losses),
-        norm=max(norms, key=lambda one: (one.largest != one.largest, one.largest)),
-        gradient=largest_of(apart([rank.gradients for rank in ranks], expected.gradients)),
+        norm=_largest(norms),
+        gradient=_largest(gradients),
         parameter=largest_of(apart([rank.parameters for rank in ranks], expected.parameters)),
         losses=expected.losses,
         faults=(
@@ -181,6 +195,10 @@ def compared(
             *draw_faults([rank.draws for rank in ranks], expected.draws, axes),
         ),
     )
+
+
+def _largest(differences: Iterable[Difference]) -> Difference:
+    return max(differences, key=lambda one: (one.largest != one.largest, one.largest))
 
 
 def _by_step(found: Sequence[float], expected: Sequence[float]) -> Difference:

@@ -1,22 +1,26 @@
-"""Makes trainings comparable to the last digit, and explains how a script failed."""
+"""Makes trainings comparable to the last digit, and explains how a script failed.
+
+Also names and copies the tensors that are compared.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from autopar.planner.errors import AutoparError, ExitCode
@@ -220,3 +224,67 @@ def _is_wide(argument: Any) -> bool:
 
 def _wide(argument: Any) -> Any:
     return torch.float64 if argument is torch.float32 else argument
+
+
+def all_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return a model's parameters and buffers, and the plain tensors on its modules."""
+    plain = {
+        f"{path}.{name}".removeprefix("."): value
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, Tensor)
+    }
+    return {**dict(trained_tensors(model)), **plain}
+
+
+def trained_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Return the parameters and buffers under all their names.
+
+    A batch norm's num_batches_tracked is left out, because it counts microbatches.
+    """
+    counts = {
+        id(module.num_batches_tracked)
+        for module in model.modules()
+        if isinstance(module, nn.modules.batchnorm._NormBase)
+    }
+    buffers = model.named_buffers(remove_duplicate=False)
+    return [
+        *model.named_parameters(remove_duplicate=False),
+        *((name, buffer) for name, buffer in buffers if id(buffer) not in counts),
+    ]
+
+
+def all_steps(exact: int) -> int:
+    """Return the number of all steps: the compared ones, and one whose draws are recorded."""
+    return exact + 1
+
+
+def clipped_share(step: int) -> float:
+    """Return the fraction of their norm to which a step's gradients are clipped.
+
+    A fraction of their own norm always clips them. The fraction changes from step to step, so that
+    a missing, wrong or late clip shows; Adam would not notice a constant factor.
+    """
+    return 1 / (step + 1)
+
+
+def cast_batch(batch: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Cast a batch's floating tensors to a dtype, except those that are wider."""
+
+    def wide(one: Tensor) -> Tensor:
+        return one.to(dtype) if one.is_floating_point() and one.itemsize < dtype.itemsize else one
+
+    # it contains plain numbers, too
+    wide_batch: dict[str, Tensor] = tree_map_only(Tensor, wide, batch)
+    return wide_batch
+
+
+def wide_copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copy tensors in a dtype that holds all values."""
+    return {name: wide_copy(one) for name, one in tensors.items()}
+
+
+def wide_copy(tensor: Tensor) -> Tensor:
+    """Copy a tensor to the CPU, in a dtype that holds all values."""
+    wide = torch.complex128 if tensor.is_complex() else torch.float64
+    return tensor.detach().to("cpu", wide, copy=True)

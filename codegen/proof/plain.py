@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count, islice
 from typing import Any, TypeAlias
 
@@ -23,7 +23,24 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.data import IterableDataset, default_collate
 
 from autopar.codegen.proof.draws import Drawing, NotedDraw
-from autopar.codegen.proof.exactness import ExactMode, KeepFloat64
+from autopar.codegen.proof.exactness import (
+    ExactMode,
+    KeepFloat64,
+    all_steps,
+    all_tensors,
+    cast_batch,
+    clipped_share,
+    trained_tensors,
+    wide_copies,
+    wide_copy,
+)
+from autopar.codegen.proof.replicas import (
+    STEPS_COMPARED,
+    LocalSteps,
+    average,
+    local_steps,
+    shared_out,
+)
 from autopar.planner.axes.infer import infer_axes
 from autopar.planner.graph.graph import Graph
 from autopar.planner.graph.ops import Ref
@@ -122,6 +139,7 @@ class Task:
     scaling: str = Float8.NONE.value  # of the linear layers in `float8_layers`
     float8_layers: tuple[str, ...] = ()
     device: str = "cpu"
+    local: LocalSteps | None = None
 
 
 def task_of(
@@ -141,6 +159,7 @@ def task_of(
         half_buffers=tuple(one.name for one in narrowed_buffers(plan)),
         scaling=float8.value,
         float8_layers=() if float8 is Float8.NONE else _float8_layers(plan.graph),
+        local=local_steps(plan) if plan.arrangement.is_local else None,
     )
 
 
@@ -216,34 +235,6 @@ def scheduler_of(
     )
 
 
-def all_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return a model's parameters and buffers, and the plain tensors on its modules."""
-    plain = {
-        f"{path}.{name}".removeprefix("."): value
-        for path, module in model.named_modules()
-        for name, value in vars(module).items()
-        if isinstance(value, Tensor)
-    }
-    return {**dict(trained_tensors(model)), **plain}
-
-
-def trained_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Return the parameters and buffers under all their names.
-
-    A batch norm's num_batches_tracked is left out, because it counts microbatches.
-    """
-    counts = {
-        id(module.num_batches_tracked)
-        for module in model.modules()
-        if isinstance(module, nn.modules.batchnorm._NormBase)
-    }
-    buffers = model.named_buffers(remove_duplicate=False)
-    return [
-        *model.named_parameters(remove_duplicate=False),
-        *((name, buffer) for name, buffer in buffers if id(buffer) not in counts),
-    ]
-
-
 def _default_optimizer(parameters: list[nn.Parameter], adamw: AdamWDefaults) -> AdamW:
     matrices: dict[str, Any] = {"params": [one for one in parameters if one.dim() >= 2]}
     vectors = {"params": [one for one in parameters if one.dim() < 2], "weight_decay": 0.0}
@@ -295,76 +286,68 @@ class TrainedAlone:
     parameters: Mapping[str, Tensor]  # and buffers, after the last step
     initial: Mapping[str, Tensor]  # parameters, buffers and plain tensors before the first step
     draws: tuple[NotedDraw, ...] = ()
+    others: tuple[TrainedAlone, ...] = ()  # replicas after the first, if they take local steps
 
 
-def all_steps(exact: int) -> int:
-    """Return the number of all steps: the compared ones, and one whose draws are recorded."""
-    return exact + 1
+class _Replica:
+    """A model and its optimizer; all rows are for one, except with local steps."""
 
+    def __init__(self, file: ModelFile, task: Task) -> None:
+        self.file, self.task = file, task
+        self.model = cast_model(build_alone(file, task), task)
+        self.initial = wide_copies(all_tensors(self.model))
+        self.optimizer = optimizer_of(file, self.model, task)
+        self.scheduler = scheduler_of(file, self.optimizer, task, steps=all_steps(task.steps))
+        self.norms: list[float] = []
+        self.gradients: dict[str, Tensor] = {}
 
-def clipped_share(step: int) -> float:
-    """Return the fraction of their norm to which a step's gradients are clipped.
-
-    A fraction of their own norm always clips them. The fraction changes from step to step, so that
-    a missing, wrong or late clip shows; Adam would not notice a constant factor.
-    """
-    return 1 / (step + 1)
+    def learn(self, batch: Batch, weight: float) -> float:
+        """Take a step, and return the weighted loss."""
+        dtype: torch.dtype = getattr(torch, self.task.dtype)
+        with ExactMode(dtype):
+            loss = loss_of(self.model, self.file, cast_batch(batch, dtype), self.task) * weight
+            loss.backward()  # type: ignore[no-untyped-call]
+        self.norms.append(_clipped(self.model, self.task, len(self.norms) + 1))
+        self.gradients = self.gradients or _gradients(self.model)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if self.scheduler is not None:
+            self.scheduler.step()
+        return loss.item()
 
 
 def train_alone(task: Task) -> TrainedAlone:
-    """Train the user's model in a plain loop around the user's functions."""
+    """Train the user's model in a plain loop around the user's functions.
+
+    With local steps, this process plays all replicas, one after another.
+    """
     file = load_model_file(task.spec, task.arguments)
-    dtype: torch.dtype = getattr(torch, task.dtype)
-    model = cast_model(build_alone(file, task), task)
-    initial = wide_copies(all_tensors(model))
-    batches = batches_of(file, task)
-    optimizer = optimizer_of(file, model, task)
-    scheduler = scheduler_of(file, optimizer, task, steps=all_steps(task.steps))
-    losses, norms, gradients = [], [], dict[str, Tensor]()
+    replicas = [_Replica(file, task) for _ in (task.local.rows if task.local else [()])]
+    common = [one.detach().clone() for one in replicas[0].model.parameters()]
+    momenta = [torch.zeros_like(one) for one in common]
+    batches, losses = batches_of(file, task), []
     for step, batch in enumerate(islice(batches, task.steps), start=1):
-        with ExactMode(dtype):
-            loss = loss_of(model, file, cast_batch(batch, dtype), task)
-            loss.backward()  # type: ignore[no-untyped-call]
-        losses.append(loss.item())
-        norms.append(_clipped(model, task, step))
-        gradients = gradients or _gradients(model)
-        optimizer.step()
-        optimizer.zero_grad()
-        if scheduler is not None:
-            scheduler.step()
-    parameters = wide_copies(dict(trained_tensors(model)))
+        parts = [(batch, 1.0)] if task.local is None else shared_out(batch, task.local)
+        pairs = zip(replicas, parts, strict=True)
+        losses.append(sum(one.learn(*part) for one, part in pairs) / len(replicas))
+        if task.local is not None and step % STEPS_COMPARED == 0:
+            average([one.model for one in replicas], common, momenta, task.local)
+    parameters = wide_copies(dict(trained_tensors(replicas[0].model)))
+    dtype: torch.dtype = getattr(torch, task.dtype)
     batch = cast_batch(next(batches), dtype)
     with Drawing(unseeded=-1) as drawing, KeepFloat64(dtype):
-        loss_of(model, file, batch, task).backward()  # type: ignore[no-untyped-call]
-    return TrainedAlone(
-        losses=tuple(losses),
-        norms=tuple(norms),
-        gradients=gradients,
-        parameters=parameters,
-        initial=initial,
-        draws=drawing.draws([model]),
+        loss_of(replicas[0].model, file, batch, task).backward()  # type: ignore[no-untyped-call]
+    first, *others = (
+        TrainedAlone(
+            losses=tuple(losses),
+            norms=tuple(one.norms),
+            gradients=one.gradients,
+            parameters=parameters,
+            initial=one.initial,
+        )
+        for one in replicas
     )
-
-
-def cast_batch(batch: Batch, dtype: torch.dtype) -> Batch:
-    """Cast a batch's floating tensors to a dtype, except those that are wider."""
-
-    def wide(one: Tensor) -> Tensor:
-        return one.to(dtype) if one.is_floating_point() and one.itemsize < dtype.itemsize else one
-
-    wide_batch: Batch = tree_map_only(Tensor, wide, batch)  # it contains plain numbers, too
-    return wide_batch
-
-
-def wide_copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copy tensors in a dtype that holds all values."""
-    return {name: wide_copy(one) for name, one in tensors.items()}
-
-
-def wide_copy(tensor: Tensor) -> Tensor:
-    """Copy a tensor to the CPU, in a dtype that holds all values."""
-    wide = torch.complex128 if tensor.is_complex() else torch.float64
-    return tensor.detach().to("cpu", wide, copy=True)
+    return replace(first, draws=drawing.draws([replicas[0].model]), others=tuple(others))
 
 
 def _clipped(model: nn.Module, task: Task, step: int) -> float:

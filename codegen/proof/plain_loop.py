@@ -22,7 +22,7 @@ from autopar.codegen.script.render import (
     script_imports,
     with_checksum,
 )
-from autopar.codegen.script.settings_lines import ScriptSetting, lines
+from autopar.codegen.script.script_view import ScriptSetting, lines
 from autopar.codegen.subject import PlannedSubject
 from autopar.codegen.text.values import (
     KNOWN_ALONE,

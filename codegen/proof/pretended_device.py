@@ -40,8 +40,7 @@ from torch.utils.backend_registration import (
 )
 
 from autopar.codegen.proof.draws import Drawing, NotedDraw, recompute_draw_faults, settings_of
-from autopar.codegen.proof.dryrun.rank import FirstStep, run_first_step
-from autopar.codegen.proof.dryrun.watching import sizes_of_numbers
+from autopar.codegen.proof.dryrun.watching import FirstStep, run_first_step, sizes_of_numbers
 from autopar.runtime.ranks import mesh
 from autopar.runtime.tensor.shards import put_into
 

@@ -29,14 +29,16 @@ from torch.optim import Optimizer
 
 from autopar.codegen.proof.comparison import RankBlock, RankInHalf, RankTrained
 from autopar.codegen.proof.draws import Drawing
-from autopar.codegen.proof.exactness import ExactMode, KeepFloat64
-from autopar.codegen.proof.plain import (
+from autopar.codegen.proof.exactness import (
+    ExactMode,
+    KeepFloat64,
     all_steps,
     all_tensors,
     clipped_share,
     trained_tensors,
     wide_copy,
 )
+from autopar.codegen.proof.replicas import STEPS_COMPARED
 from autopar.runtime import optimizer
 from autopar.runtime.checkpointing.owners import local_weights, named_tensors
 from autopar.runtime.optimizer import gradients
@@ -112,6 +114,8 @@ def run_script(path: str, arguments: Sequence[str], *, limit: float | None = 1.0
         patch.object(gradients, "clip_by_global_norm", watched.clipped),
     ):
         script: Any = imported(Path(path))
+    if hasattr(script, "SYNC_EVERY"):
+        script.SYNC_EVERY = STEPS_COMPARED
     dtype = getattr(torch, dict(pairwise(arguments)).get("--dtype", script.DTYPE))
     script.train_step = watched.stepped(script.train_step, dtype)
     if hasattr(script, "valid_targets"):  # absent if the loss has no targets to count

@@ -22,6 +22,7 @@ from autopar.codegen.proof.exactness import failure_of
 from autopar.codegen.proof.plain import Task, task_of, train_alone
 from autopar.codegen.proof.plain_half import PlainHalf, train_in_half
 from autopar.codegen.proof.pretended_device import device_draw_faults
+from autopar.codegen.proof.replicas import STEPS_COMPARED
 from autopar.codegen.proof.script_rank import Job
 from autopar.codegen.script.render import FILE_NAME
 from autopar.codegen.subject import subject_of
@@ -36,6 +37,7 @@ from autopar.planner.precision import Float8
 
 _DIGEST = "# Written by autopar "
 _ADAMW_SETTINGS = {one.name: one.name.upper() for one in fields(AdamWDefaults)}
+_OUTER_SETTINGS = {"rate": "OUTER_RATE", "momentum": "OUTER_MOMENTUM"}
 _NEEDED = ("main", "train_step")  # `main` is run, `train_step` is watched
 
 
@@ -58,6 +60,7 @@ class GivenScript:
     seed: int
     clip_norm: float | None
     adamw: AdamWDefaults
+    outer: Mapping[str, float]  # settings of the outer optimizer, if they are in the script
 
 
 def read_script_of(plan: Plan, path: Path, folder: Path) -> GivenScript:
@@ -101,6 +104,7 @@ def read_script(path: Path, emitted: str) -> GivenScript:
         adamw=AdamWDefaults(
             **{key: settings[name] for key, name in _ADAMW_SETTINGS.items() if name in settings}
         ),
+        outer={key: settings[name] for key, name in _OUTER_SETTINGS.items() if name in settings},
     )
 
 
@@ -201,6 +205,12 @@ def verify(
         adamw=script.adamw,
     )
     half_steps = steps_in_half(plan, half_steps, steps)
+    if task.local is not None:
+        steps, half_steps = -(-steps // STEPS_COMPARED) * STEPS_COMPARED, 0
+        local = replace(task.local, counting_script=str(script.path))
+        rates = {key: script.outer.get(key, getattr(local, key)) for key in _OUTER_SETTINGS}
+        local = replace(local, rate=rates["rate"], momentum=rates["momentum"])
+        task = replace(task, steps=steps, local=local)
     begun = time.monotonic()
     expected = train_alone(task)
     half, notes = _trained_in_half(plan, task, half_steps)
@@ -217,8 +227,17 @@ def verify(
     if half is not None:
         comparison = replace(comparison, half=compared_in_half(found["half"], *half))
     faults, more = _draws_again(plan, script) if expected.draws else ((), ())
-    notes = (*notes, *_float8_notes(plan), *not_compiled, *more)
+    notes = (*notes, *_float8_notes(plan), *_local_notes(plan), *not_compiled, *more)
     return replace(comparison, faults=(*comparison.faults, *faults), notes=notes)
+
+
+def _local_notes(plan: Plan) -> Iterator[str]:
+    """Yield a note on how local steps are compared."""
+    if plan.arrangement.is_local:
+        yield (
+            f"one process played all replicas; outer steps follow after {STEPS_COMPARED} local "
+            f"steps, not after {plan.arrangement.sync_every}, and float64 alone is compared"
+        )
 
 
 def _float8_notes(plan: Plan) -> Iterator[str]:

@@ -326,3 +326,11 @@ def _path(subject: PlannedSubject, call: str) -> str:
 def _listed(name: str, paths: Sequence[str]) -> Source:
     unique = list(dict.fromkeys(paths))
     return assigned(name, numbered_tuple(unique))
+
+
+def own_rows_table(opened: OpenedSource) -> Source:
+    """Return the table of the batch's keys of which a tensor rank has only its own rows."""
+    if not opened.own_rows:
+        return Source()
+    keys = tuple_of(*map(literal, opened.own_rows))
+    return assigned("OWN_ROWS", keys, "keys of the batch: a tensor rank gets only its own rows")

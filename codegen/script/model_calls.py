@@ -17,12 +17,8 @@ from autopar.codegen.forward.targets import DIVISOR
 from autopar.codegen.script.layer_lists import crossings_follow_rows
 from autopar.codegen.script.parameter_tables import half_buffers
 from autopar.codegen.script.render import sorted_imports
-from autopar.codegen.script.settings_lines import (
-    ScriptSetting,
-    has_batch_norm,
-    parts,
-    sums_rows,
-)
+from autopar.codegen.script.script_view import ScriptSetting
+from autopar.codegen.script.settings_lines import has_batch_norm, parts, sums_rows
 from autopar.codegen.subject import PlannedSubject
 from autopar.codegen.text.expressions import is_identifier
 from autopar.codegen.text.values import (
@@ -235,7 +231,8 @@ def _reading_weights(plan: Plan, opened: OpenedSource) -> Iterator[str]:
 
 def waits_for_last(arrangement: Arrangement) -> Source:
     """Return a comment on work that waits for a step's last microbatch, or "" if none does."""
-    if min(arrangement.data, arrangement.microbatches) == 1 or arrangement.zero.divides_parameters:
+    waits = min(arrangement.averaging_ranks, arrangement.microbatches) > 1
+    if not waits or arrangement.zero.divides_parameters:
         return Source()
     if arrangement.zero.keeps_gathered:
         return Source("parameters stay gathered until the last one")

@@ -2,9 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from autopar.codegen.text.values import Source
+from autopar.codegen.text.values import Source, identifier, remark
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptSetting:
+    """A constant and its meaning."""
+
+    name: str
+    value: Source
+    meaning: str
+
+
+def lines(settings: Iterable[ScriptSetting]) -> Source:
+    """Return the settings as lines, each an assignment with a comment."""
+    return Source(
+        "\n".join(f"{identifier(s.name)} = {s.value}  {remark(s.meaning)}" for s in settings)
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +100,7 @@ class TrainingView:
     split_argument: Source
     default_optimizer: Source  # the optimizer if the model file has none
     optimizer: Source
+    outer: Source  # the call that makes the outer optimizer of local steps; empty without them
     scheduler: Source  # the call that creates the learning-rate schedule; empty without one
     plainly: Source  # the call `Plainly(…)`: a loss in plain PyTorch
     first_step: Source  # the call that compares the first loss

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from itertools import groupby
 from textwrap import wrap
 
-from autopar.codegen.text.values import WIDTH, Source, identifier, literal, prose, remark
+from autopar.codegen.script.script_view import ScriptSetting
+from autopar.codegen.text.values import WIDTH, Source, identifier, literal, prose
 from autopar.planner.cluster.cluster import Backend
 from autopar.planner.cluster.toml_reading import bytes_text, seconds_text
 from autopar.planner.costs.layers.chunked_loss import LOSS_CHUNKS
@@ -36,28 +36,13 @@ from autopar.planner.plan.telling.words import (
     recompute_words,
     unit_word,
     units_per_second,
+    zero_meaning,
 )
 from autopar.planner.rules.rule import OpKind
 from autopar.planner.rules.table import kind_of
 from autopar.runtime.ranks.user_code import CPU_BY_FORMULA
 
 _FEW = 8  # at most so many data ranks have their rows listed one by one
-
-
-@dataclass(frozen=True, slots=True)
-class ScriptSetting:
-    """A constant and its meaning."""
-
-    name: str
-    value: Source
-    meaning: str
-
-
-def lines(settings: Iterable[ScriptSetting]) -> Source:
-    """Return the settings as lines, each an assignment with a comment."""
-    return Source(
-        "\n".join(f"{identifier(s.name)} = {s.value}  {remark(s.meaning)}" for s in settings)
-    )
 
 
 def settings_of(plan: Plan) -> Iterator[ScriptSetting]:
@@ -68,6 +53,10 @@ def settings_of(plan: Plan) -> Iterator[ScriptSetting]:
         yield ScriptSetting("BETAS", literal(ADAMW.betas), "of AdamW; --betas")
         decayed = "of AdamW, on matrices: norms and biases have none; --weight-decay"
         yield ScriptSetting("WEIGHT_DECAY", literal(ADAMW.weight_decay), decayed)
+    if plan.arrangement.is_local:
+        yield ScriptSetting("OUTER_RATE", literal(plan.arrangement.outer.rate), "of outer steps")
+        momentum = "of outer steps, Nesterov's; 0: none"
+        yield ScriptSetting("OUTER_MOMENTUM", literal(plan.arrangement.outer.momentum), momentum)
     if is_scheduled_here(plan):
         warmed = "steps up to LEARNING_RATE; at most a tenth of all; --warmup-steps"
         yield ScriptSetting("WARMUP_STEPS", literal(ADAMW.warmup_steps), warmed)
@@ -94,7 +83,8 @@ def settings_of(plan: Plan) -> Iterator[ScriptSetting]:
     yield ScriptSetting("EXPORT", literal("model.safetensors"), kept)
     folder = "folder of checkpoints, or none; --checkpoint"
     yield ScriptSetting("CHECKPOINT", literal("none"), folder)
-    yield ScriptSetting("CHECKPOINT_EVERY", literal(1000), "steps; --checkpoint-every")
+    every = _in_rounds(1000, plan.arrangement)
+    yield ScriptSetting("CHECKPOINT_EVERY", every, "steps; --checkpoint-every")
     yield ScriptSetting("KEEP", literal(3), "how many of the newest checkpoints stay; --keep")
     checked = "compare the first loss with plain PyTorch's; --check-first-step"
     yield ScriptSetting("CHECK_FIRST_STEP", literal(whole_model_fits(plan)), checked)
@@ -103,7 +93,8 @@ def settings_of(plan: Plan) -> Iterator[ScriptSetting]:
         ahead = "processes of a rank that read ahead: 2 for a GPU, 0 on CPUs; --workers"
         yield ScriptSetting("WORKERS", literal("auto"), ahead)
     if synchronises_batch_norms(plan):
-        meaning = "over all data ranks, as on one device; False: each has its own"
+        over = "a replica's data ranks" if plan.arrangement.is_local else "all data ranks"
+        meaning = f"over {over}, as on one device; False: each has its own"
         yield ScriptSetting("SYNC_BATCH_NORM", literal(True), meaning)
 
 
@@ -114,11 +105,15 @@ def whole_model_fits(plan: Plan) -> bool:
     return plan.arrangement.precision.item_bytes * plan.model.parameters <= left_bytes
 
 
-def evaluating() -> Iterator[ScriptSetting]:
+def evaluating(plan: Plan) -> Iterator[ScriptSetting]:
     """Yield settings of evaluations."""
-    yield ScriptSetting(
-        "EVAL_EVERY", literal(1000), "steps to an evaluation; 0: none; --eval-every"
-    )
+    every = _in_rounds(1000, plan.arrangement)
+    yield ScriptSetting("EVAL_EVERY", every, "steps to an evaluation; 0: none; --eval-every")
+
+
+def _in_rounds(steps: int, arranged: Arrangement) -> Source:
+    """Return a number of steps, rounded up so that an outer step is the last of them."""
+    return literal(steps + -steps % arranged.sync_every)
 
 
 def scales_loss(plan: Plan) -> bool:
@@ -134,7 +129,7 @@ def sums_rows(plan: Plan) -> bool:
 
 def synchronises_batch_norms(plan: Plan) -> bool:
     """Whether the model has batch norms, and several data ranks share their statistics."""
-    return plan.arrangement.data > 1 and has_batch_norm(plan.graph)
+    return plan.arrangement.averaging_ranks > 1 and has_batch_norm(plan.graph)
 
 
 def has_batch_norm(graph: Graph) -> bool:
@@ -210,8 +205,13 @@ def _each(rows: tuple[int, ...]) -> Source:
 
 def _data_parallel(arranged: Arrangement) -> Iterator[ScriptSetting]:
     """Yield settings of data parallelism; except ZERO, only those that differ from the default."""
-    yield ScriptSetting("ZERO", literal(arranged.zero.value), arranged.zero_words)
-    if has_copies(arranged):
+    yield ScriptSetting("ZERO", literal(arranged.zero.value), zero_meaning(arranged))
+    if arranged.is_local:
+        of = "data ranks of a replica, which average gradients in every step"
+        yield ScriptSetting("SHARD", literal(arranged.shard), of)
+        every = "local steps of a replica, until an outer step averages all replicas"
+        yield ScriptSetting("SYNC_EVERY", literal(arranged.sync_every), every)
+    elif has_copies(arranged):
         shared = "data ranks that share one copy of what ZERO divides"
         yield ScriptSetting("SHARD", literal(arranged.shard), shared)
     if arranged.compressed_gradients:
@@ -219,8 +219,9 @@ def _data_parallel(arranged: Arrangement) -> Iterator[ScriptSetting]:
 
 
 def has_copies(arranged: Arrangement) -> bool:
-    """Whether ZeRO divides states over some of the data ranks, and not over all."""
-    return arranged.zero.divides_optimizer and arranged.shard < arranged.data
+    """Whether some of the data ranks, and not all, share one copy or one replica."""
+    divides = arranged.zero.divides_optimizer or arranged.is_local
+    return divides and arranged.shard < arranged.data
 
 
 def has_own_buckets(arranged: Arrangement) -> bool:

@@ -15,6 +15,7 @@ from autopar.codegen.script.layer_lists import (
     crossing_names,
     float8_call,
     layer_lists,
+    own_rows_table,
     recomputations,
     stage_tables,
     writing_layers,
@@ -48,13 +49,13 @@ from autopar.codegen.script.script_view import (
     ScriptView,
     StepView,
     TrainingView,
+    lines,
 )
 from autopar.codegen.script.settings_lines import (
     docstring,
     evaluating,
     has_copies,
     has_own_buckets,
-    lines,
     planned,
     scales_loss,
     settings_of,
@@ -64,13 +65,10 @@ from autopar.codegen.script.settings_lines import (
 from autopar.codegen.subject import PlannedSubject
 from autopar.codegen.text.values import (
     Source,
-    assigned,
     call,
     identifier,
-    literal,
     row,
     table,
-    tuple_of,
 )
 from autopar.planner.costs.prediction import Arrangement
 from autopar.planner.plan.plan import Plan
@@ -121,7 +119,7 @@ def _script_tables(plan: Plan, subject: PlannedSubject) -> ScriptTables:
     parameters, stages = parameter_tables(plan, subject.axes), _stages(plan, subject)
     writing = writing_layers(plan, subject)
     return ScriptTables(
-        own_rows=_own_rows_table(subject.opened),
+        own_rows=own_rows_table(subject.opened),
         classes=_opened_table(plan, subject),
         splits=parameters.splits,
         replicated=parameters.summed,
@@ -144,7 +142,7 @@ def _head(
         docstring=docstring(plan, file_name, *notes),
         model_imports=calls.imports,
         functions=calls.functions,
-        settings=lines([*settings_of(plan), *(evaluating() if evaluates else ())]),
+        settings=lines([*settings_of(plan), *(evaluating(plan) if evaluates else ())]),
         plan=lines([*planned(plan), *images(plan, subject)]),
         model_source=model_source(subject.file.path),
         classes=_classes(plan, subject, calls),
@@ -206,6 +204,7 @@ def _training(plan: Plan, subject: PlannedSubject, tables: ScriptTables) -> Trai
         split_argument=Source(", splits=SPLITS" if tables.splits else ""),
         default_optimizer=_default_optimizer(plan),
         optimizer=_optimizer(plan),
+        outer=_outer(plan),
         scheduler=_scheduler(plan),
         plainly=plainly(plan, subject),
         first_step=first_step(plan, subject),
@@ -275,13 +274,6 @@ def _opened_table(plan: Plan, subject: PlannedSubject) -> Source:
     found = numbered_rows(patterns(classes, subject.modules))
     rows = [(*row(names, identifier(kind)), "") for names, kind in found]
     return table("CLASSES", ("{", "}"), rows)
-
-
-def _own_rows_table(opened: OpenedSource) -> Source:
-    if not opened.own_rows:
-        return Source()
-    keys = tuple_of(*map(literal, opened.own_rows))
-    return assigned("OWN_ROWS", keys, "keys of the batch: a tensor rank gets only its own rows")
 
 
 def _classes(plan: Plan, subject: PlannedSubject, calls: ModelCalls) -> Source:
@@ -374,7 +366,9 @@ def _start(arranged: Arrangement) -> Source:
     axes = ("pipeline", "data", "tensor")
     degrees = [f"{axis}={axis.upper()}" for axis in axes if getattr(arranged, axis) > 1]
     shard = ["shard=SHARD"] if has_copies(arranged) else []
-    return Source(call("start", *degrees, *shard, "timeout=options.timeout").flat)
+    local = ["sync_every=SYNC_EVERY"] if arranged.is_local else []
+    started = call("start", *degrees, *shard, *local, "timeout=options.timeout")
+    return Source(started.laid_out(before=11, indent=4))
 
 
 def _zero(arranged: Arrangement) -> list[str]:
@@ -385,6 +379,13 @@ def _optimizer(plan: Plan) -> Source:
     """Return the call that builds a rank's optimizer."""
     given = (_parts(plan), "new_optimizer", *_zero(plan.arrangement), "mesh=mesh", "lr=options.lr")
     return Source(call("build_optimizer", *given).laid_out(before=16, indent=4))
+
+
+def _outer(plan: Plan) -> Source:
+    """Return the call that builds the outer optimizer, or "" without local steps."""
+    given = (_parts(plan), "optimizer", "mesh", "lr=OUTER_RATE", "momentum=OUTER_MOMENTUM")
+    made = call("OuterOptimizer", *given).laid_out(before=12, indent=4)
+    return Source(made if plan.arrangement.is_local else "")
 
 
 def _wrapping(plan: Plan, tables: ScriptTables) -> Source:

@@ -177,8 +177,8 @@ _FROM: Mapping[str, str] = MappingProxyType(
             "shard_parameters submodules take_classes"
         ),
         "autopar.runtime.optimizer": (
-            "LossScale adamw build_optimizer build_scheduler clip_by_global_norm sum_replicated "
-            "warmup_cosine"
+            "LossScale OuterOptimizer adamw build_optimizer build_scheduler clip_by_global_norm "
+            "sum_replicated warmup_cosine"
         ),
         "autopar.runtime.pipeline": ("Pipeline Stage Tie build_schedule stage_at stage_indices"),
         "autopar.runtime.ranks": (

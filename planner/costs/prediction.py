@@ -24,7 +24,7 @@ from autopar.planner.files import (
     SomeSeconds,
 )
 from autopar.planner.graph.ops import Op
-from autopar.planner.precision import Float8, Kernels, Precision
+from autopar.planner.precision import Float8, Kernels, Outer, Precision
 
 
 class Provenance(StrEnum):
@@ -43,8 +43,7 @@ class Recompute(StrEnum):
     # of a layer that runs again: the ops whose results it saves besides its inputs; None: no op
     saved_ops: Callable[[Op, Kernels], bool] | None
     compiles: bool  # torch.compile takes layers in this mode
-    # the constant of a script that lists the paths of these layers; they stay module calls
-    table: str
+    table: str  # the script's constant with these layers' paths; they stay module calls
     call: str  # what the script does with each of these layers, or with all
     makes_chunks: bool  # the loss makes the layer's logits, in chunks
     is_on_host: bool  # what its ops keep lies in the host's memory until the backward
@@ -168,8 +167,9 @@ class Zero(IntEnum):
 class Arrangement:
     """How ranks share the training; they are numbered tensor first, then data, then pipeline.
 
-    `shard` ranks together hold one sharded copy: all of `data`, or fewer (HSDP). If the microbatch
-    sizes of data ranks differ, `rows` has each rank's, and `microbatch` is the largest.
+    `shard` ranks together hold one sharded copy: all of `data`, or fewer (HSDP). With local steps,
+    `shard` ranks are one replica, also without sharding. If the microbatch sizes of data ranks
+    differ, `rows` has each rank's, and `microbatch` is the largest.
     """
 
     pipeline: Degree
@@ -188,6 +188,8 @@ class Arrangement:
     float8: Float8 = Float8.NONE  # of the linear layers inside compiled layers
     offload: Offload = Offload.NONE
     rows: tuple[Rows, ...] = ()
+    sync_every: Repeats = 1  # local steps of each replica between two outer steps; 1: no local ones
+    outer: Outer = Outer.NONE  # of local steps
     # which of the tried orders of unlike nodes; 0 in a plan: its cluster has the chosen order
     order: Number = 0
 
@@ -195,6 +197,16 @@ class Arrangement:
     def ranks(self) -> int:
         """The processes of the training."""
         return self.pipeline * self.data * self.tensor
+
+    @property
+    def is_local(self) -> bool:
+        """Whether replicas take local steps."""
+        return self.sync_every > 1
+
+    @property
+    def averaging_ranks(self) -> Degree:
+        """The number of data ranks that average their gradients in every step."""
+        return self.shard if self.is_local else self.data
 
     @property
     def is_one_pass(self) -> bool:
@@ -223,13 +235,6 @@ class Arrangement:
         return self.offload.has_states and self.zero.shards_modules
 
     @property
-    def zero_words(self) -> str:
-        """What the ZeRO level divides, or that a single device fetches its layers."""
-        if self.shards_on_host and self.data == 1:
-            return "parameters are in the host's memory, and are fetched layer by layer"
-        return self.zero.words
-
-    @property
     def optimizer_ranks(self) -> int:
         """The number of data ranks that divide the optimizer's states between them."""
         return self.shard if self.zero.divides_optimizer else 1
@@ -237,7 +242,8 @@ class Arrangement:
     @property
     def has_buckets(self) -> bool:
         """Whether gradients lie in buckets; if they go to the host, even on a single data rank."""
-        return (self.data > 1 or self.offload.has_states) and not self.zero.shards_modules
+        is_sent = self.averaging_ranks > 1 or self.offload.has_states
+        return is_sent and not self.zero.shards_modules
 
     @property
     def keeps_buckets(self) -> bool:
@@ -276,13 +282,11 @@ class LayerCost:
     parameter_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
-    # gradients of R parameters: all-reduced over the tensor axis once per step
-    replicated_gradient_bytes: int
+    replicated_gradient_bytes: int  # of R parameters: all-reduced over the tensor axis once a step
     measured_seconds: float  # the measured part of forward and backward; the rest is by formula
     trainable_tensors: int = 0  # tensors that contain the trainable elements
-    # how far memory rises above saved_bytes in the backward of an op with weights, without its
-    # weight's gradient: of the op for which the two together are largest; negative if later ops
-    # have freed more
+    # how far memory rises above saved_bytes in the backward of the op with weights that needs most,
+    # without that weight's gradient; negative if later ops have freed more
     learning_bytes: int = 0
     learned_gradient_bytes: int = 0  # fp32 bytes of that weight's gradient
     # the part of saved_bytes that is gradients of weights: a loss in chunks makes them early

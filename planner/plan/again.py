@@ -125,6 +125,9 @@ def _arrangement(plan: StoredPlan) -> Iterator[Declared]:
         "pins.zero": arranged.zero.value,
         "choices.compressed_gradients": arranged.compressed_gradients,
     }
+    if arranged.is_local:
+        places["choices.sync_every"] = arranged.sync_every
+        places["choices.outer"] = arranged.outer.value
     if arranged.pipeline > 1:
         places["pins.stages_per_rank"] = arranged.stages_per_rank
         places["pins.schedule"] = arranged.schedule.value

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import time
-import warnings
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -31,8 +30,10 @@ from autopar.runtime.checkpointing.restoring import (
     Evaluations,
     SavedCheckpoint,
     go_back,
+    note_of_replicas,
     restore,
     restore_random_states,
+    step_again,
 )
 from autopar.runtime.checkpointing.signals import PREEMPTED, Garbage, StepProfile, StopSignals
 from autopar.runtime.checkpointing.states import local_parts
@@ -45,6 +46,7 @@ from autopar.runtime.ranks.leaving import say
 from autopar.runtime.ranks.locations import Location
 from autopar.runtime.ranks.mesh import Mesh, stop
 from autopar.runtime.ranks.metrics import Curves, Event, Metrics
+from autopar.runtime.ranks.options import in_rounds
 from autopar.runtime.ranks.randomness import mixed_seed
 from autopar.runtime.ranks.refusal import give_up, refuse
 from autopar.runtime.ranks.user_code import note_device
@@ -69,6 +71,8 @@ class Keeper:
         model: str,
     ) -> None:
         self._mesh, self._options, self._model = mesh, options, model
+        for note in in_rounds(options, mesh.sync_every):
+            self._say(note)
         self._epochs = epochs_of(dataset, options, rows_per_step)
         self._folder = folder_of(options)
         self._place = destination(options.export, mesh, beside=self._folder)
@@ -84,7 +88,7 @@ class Keeper:
         self._optimizer: Optimizer | None = None
         self._recipe: Recipe | None = None
         self._rate: Any = None
-        self._wish = StopSignals(mesh)
+        self._wish, self._stops, self._is_due = StopSignals(mesh), False, False
         self._agreed, self._garbage = Agreed(mesh), Garbage()
         self._saving, self._begun_at = CheckpointSaving(mesh), time.perf_counter()
         self._watch = Watch(mesh, options.timeout)
@@ -174,13 +178,20 @@ class Keeper:
         answer = self._wish.ask(
             step, is_writing=self._saving.is_writing, is_due=self._are_minutes_over()
         )
-        leaves = answer.stops and not is_last
-        is_due = answer.is_due or step % self._options.checkpoint_every == 0
+        is_alike = is_last or self._mesh.is_alike(step)  # otherwise requests wait
+        if answer.stops and not (self._stops or is_alike):
+            every = self._mesh.sync_every
+            self._say(f"stops after step {step + -step % every:,}, the next outer step")
+        self._stops |= answer.stops
+        self._is_due |= answer.is_due or step % self._options.checkpoint_every == 0
+        leaves = self._stops and is_alike and not is_last
+        is_due = self._is_due and is_alike
         is_due = is_due or leaves or is_last or self._evaluations.best_step == step
         with self._watch.patient():
             if answer.is_written or is_due:
                 self._finish()
             if is_due:
+                self._is_due = False
                 self._write(self._folder, step, at_once=leaves or is_last)
         if leaves:
             self._leave(step, is_kept=self._kept_step == step)
@@ -220,10 +231,12 @@ class Keeper:
     ) -> None:
         moment, origin = found.manifest.moment, found.manifest.origin
         restore(found, parts, optimizer)
+        if (note := note_of_replicas(found, optimizer)) is not None:
+            self._say(note)
         if self._loss_scale is not None and moment.loss_scale is not None:
             self._loss_scale.go_on(moment.loss_scale, moment.calm_steps)
         if scheduler is not None:
-            _step_again(scheduler, moment.updates)
+            step_again(scheduler, moment.updates)
         self._evaluations.go_on(found.folder.parent, moment.step)
         owned = self._agreed.owned(local_parts(parts, optimizer))
         if origin.plan == plan_digest(owned, self._mesh):
@@ -381,11 +394,3 @@ class Keeper:
     def _say(self, text: str) -> None:
         if self._mesh.rank == 0:
             say(text)
-
-
-def _step_again(scheduler: LRScheduler, count: int) -> None:
-    """Advance a new scheduler by `count` steps."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
-        for _ in range(count):
-            scheduler.step()

@@ -26,9 +26,9 @@ from torch.optim import Optimizer
 from autopar.runtime.optimizer.pieces import (
     FlatPiece,
     ParameterPiece,
-    is_copy,
     local_tensor,
     pieces_of,
+    value_of,
 )
 from autopar.runtime.ranks.mesh import Mesh
 from autopar.runtime.tensor.shards import (
@@ -112,11 +112,6 @@ def local_weights(parts: Iterable[nn.Module], optimizer: Optimizer | None) -> It
             yield LocalPart(key=key, chunks=one.chunks, tensor=local, is_buffer=is_buffer)
         for piece in pieces or ():
             yield from parts_of(piece, key, one.chunks, value_of(piece))
-
-
-def value_of(piece: ParameterPiece) -> Tensor:
-    """Return the values that an optimizer steps: its fp32 copy, or the parameter's own memory."""
-    return piece.target.detach() if is_copy(piece) else piece.place
 
 
 def parts_of(

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.runtime.checkpointing.owners import every_rank, named_tensors
-from autopar.runtime.data.loss import mean_loss
+from autopar.runtime.data.loss import largest_norm, mean_loss
 from autopar.runtime.optimizer.pieces import local_tensor
 from autopar.runtime.ranks.leaving import draw_bar, is_terminal, say
 from autopar.runtime.ranks.mesh import Mesh
@@ -273,7 +273,7 @@ class Progress:
     def log(self, step: int, own_loss: Tensor, norm: Tensor) -> float:
         """Print a step line and return its loss; exit if loss or norm is not finite (--on-nan)."""
         loss = mean_loss(own_loss, self._mesh)
-        clipped = float(norm) if self._options.clip else None
+        clipped = largest_norm(norm, self._mesh) if self._options.clip else None
         steps = step - self._step
         line = self._line(step, loss, clipped)
         self._tell(line)

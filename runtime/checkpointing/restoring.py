@@ -8,6 +8,7 @@ import math
 import sys
 import threading
 import time
+import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from autopar.runtime.checkpointing.finding import (
     Checkpoint,
@@ -34,11 +36,11 @@ from autopar.runtime.checkpointing.owners import (
     every_rank,
     named_tensors,
     overlaps,
-    value_of,
 )
 from autopar.runtime.checkpointing.safetensors_file import HostRoom, WrittenFile
 from autopar.runtime.checkpointing.states import (
     RANDOM,
+    REPLICA,
     STATE,
     WEIGHT,
     SteppedTensor,
@@ -48,7 +50,8 @@ from autopar.runtime.checkpointing.states import (
 )
 from autopar.runtime.checkpointing.writing import CheckpointSnapshot, put_in_place
 from autopar.runtime.evaluation.evaluating import Evaluated
-from autopar.runtime.optimizer.pieces import is_copy, local_tensor
+from autopar.runtime.optimizer.outer import MOMENTUM, outer_of
+from autopar.runtime.optimizer.pieces import is_copy, local_tensor, value_of
 from autopar.runtime.ranks.leaving import say
 from autopar.runtime.ranks.locations import Location
 from autopar.runtime.ranks.mesh import Mesh
@@ -90,6 +93,14 @@ class Reader:
         return self._opened[name]
 
 
+def step_again(scheduler: LRScheduler, count: int) -> None:
+    """Advance a new scheduler by `count` steps."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+        for _ in range(count):
+            scheduler.step()
+
+
 _MOST_SHOWN = 5
 
 
@@ -97,15 +108,36 @@ _MOST_SHOWN = 5
 def restore(checkpoint: Checkpoint, parts: Sequence[nn.Module], optimizer: Optimizer) -> None:
     """Restore this rank's weights and optimizer states from a checkpoint."""
     _refuse_others(checkpoint, parts)
+    outer = outer_of(optimizer)
     with ExitStack() as files:
         reader = Reader(checkpoint, files)
         _restore_weights(reader, parts, optimizer)
         keys = _state_keys(checkpoint)
         for target in targets(parts, optimizer):
-            for key in keys.get(target.name, ()):
-                optimizer.state[target.parameter][key] = _restored_state(
-                    reader, target, key, optimizer
-                )
+            for key, stored in keys.get(target.name, {}).items():
+                restored = _restored_state(reader, target, stored, optimizer)
+                if key != MOMENTUM:
+                    optimizer.state[target.parameter][key] = restored
+                elif outer is not None:
+                    outer.put_momentum(target.parameter, restored)
+    if outer is not None:
+        outer.begin()
+
+
+def note_of_replicas(checkpoint: Checkpoint, optimizer: Optimizer) -> str | None:
+    """Return a note if a checkpoint has the states of another number of replicas."""
+    outer, keys = outer_of(optimizer), _state_keys(checkpoint).values()
+    stored = max((len(names) for found in keys for names in found.values()), default=1)
+    here = 1 if outer is None else outer.replica.size
+    has_momentum = any(MOMENTUM in found for found in keys)
+    if stored == here:
+        return None
+    left = ", and the outer momentum is dropped" if has_momentum and outer is None else ""
+    return (
+        f"note: the checkpoint has optimizer states of {stored} "
+        f"replica{'s' if stored > 1 else ''}, and the plan has {here}: all begin with their "
+        f"mean{left}"
+    )
 
 
 def restore_random_states(checkpoint: Checkpoint, mesh: Mesh) -> None:
@@ -156,21 +188,31 @@ def _restore_weights(reader: Reader, parts: Sequence[nn.Module], optimizer: Opti
                     reader.fill(key, part.chunks, part.tensor)
 
 
-def _state_keys(checkpoint: Checkpoint) -> Mapping[str, list[str]]:
-    """Return the keys of the saved optimizer states, by parameter."""
-    found: defaultdict[str, list[str]] = defaultdict(list)
+def _state_keys(checkpoint: Checkpoint) -> Mapping[str, dict[str, list[str]]]:
+    """Return the saved optimizer states by parameter and key: their names, one for each replica."""
+    found: defaultdict[str, dict[str, list[str]]] = defaultdict(dict)
     for name in (*checkpoint.manifest.tensors, *checkpoint.manifest.scalars):
         if name.startswith(STATE):
             key, _, parameter = name.removeprefix(STATE).partition("/")
-            found[parameter].append(key)
+            found[parameter].setdefault(key.partition(REPLICA)[0], []).append(name)
     return found
 
 
-def _restored_state(reader: Reader, target: SteppedTensor, key: str, optimizer: Optimizer) -> Any:
-    name = f"{STATE}{key}/{target.name}"
-    logical = reader.logical(name)
-    if logical is None:
-        return made_scalar(reader.checkpoint.manifest.scalars[name], target, optimizer)
+def _restored_state(
+    reader: Reader, target: SteppedTensor, names: Sequence[str], optimizer: Optimizer
+) -> Any:
+    """Return the state of this rank's replica, or the mean if others were stored."""
+    outer = outer_of(optimizer)
+    if reader.logical(names[0]) is None:
+        return made_scalar(reader.checkpoint.manifest.scalars[names[0]], target, optimizer)
+    if outer is not None and outer.replica.size == len(names):
+        names = [one for one in names if f"{REPLICA}{outer.replica.rank}/" in one]
+    values = [_read_state(reader, target, one) for one in names]
+    return values[0] if len(values) == 1 else torch.stack(values).mean(0)
+
+
+def _read_state(reader: Reader, target: SteppedTensor, name: str) -> Tensor:
+    logical = reader.checkpoint.manifest.tensors[name]
     device = target.parameter.device
     if logical.shape != target.chunks.global_shape:
         value = torch.empty(logical.shape, dtype=logical.dtype, device=device)

@@ -21,6 +21,7 @@ from autopar.runtime.checkpointing.owners import (
     named_tensors,
     parts_of,
 )
+from autopar.runtime.optimizer.outer import outer_of
 from autopar.runtime.optimizer.pieces import ParameterPiece
 from autopar.runtime.ranks.refusal import refuse
 from autopar.runtime.tensor.shards import Chunks, whole
@@ -171,9 +172,20 @@ def _scalar(value: Any, read: Mapping[int, float | int | bool]) -> Scalar:
     return Scalar(value=read[id(value)], dtype=dtype, on_device=value.device.type != "cpu")
 
 
+REPLICA = "@"  # before a replica's number, at the end of a key
+
+
 def _state(target: SteppedTensor, optimizer: Optimizer) -> Mapping[str, Any]:
+    """Return the states of a tensor by key.
+
+    With local steps, each replica has tensors of its own, and the outer optimizer's are common.
+    """
     state: Mapping[str, Any] = optimizer.state.get(target.parameter, {})
-    return state
+    if (outer := outer_of(optimizer)) is None:
+        return state
+    mark = f"{REPLICA}{outer.replica.rank}"
+    own = {key if is_scalar(v, target) else f"{key}{mark}": v for key, v in state.items()}
+    return {**own, **outer.state_of(target.parameter)}
 
 
 def made_scalar(scalar: Scalar, target: SteppedTensor, optimizer: Optimizer) -> Any:

@@ -27,7 +27,7 @@ from autopar.runtime.data.epochs import RowCounts, each_rank
 from autopar.runtime.data.rows import Collate, to_device
 from autopar.runtime.data_parallel.buckets import HALF_DTYPES
 from autopar.runtime.ranks.mesh import ALONE, Axis, Mesh
-from autopar.runtime.ranks.transport import summed
+from autopar.runtime.ranks.transport import gathered, summed
 
 Found = TypeVar("Found")
 Counting: TypeAlias = Callable[[Mapping[str, Any]], Tensor]
@@ -269,3 +269,13 @@ def mean_loss(own: Tensor, mesh: Mesh) -> float:
     if mesh.world.size > 1:
         total = summed(total, mesh.world)
     return float(total) / (mesh.data.size * mesh.tensor.size)
+
+
+def largest_norm(own: Tensor, mesh: Mesh) -> float:
+    """Return the gradients' norm on every rank: with local steps, the largest of all replicas.
+
+    If it is nan on one replica, it is nan on every rank.
+    """
+    if mesh.sync_every and mesh.replica.size > 1:
+        own = gathered(own.detach().double().reshape(1), mesh.replica).max()
+    return float(own)

@@ -75,10 +75,11 @@ class Averaging:
 
 
 def averaging_of(mesh: Mesh, sharding: Sharding, wire_dtype: torch.dtype | None) -> Averaging:
-    """Return how buckets are averaged over the data axis."""
+    """Return how buckets are averaged over the data axis, or over a replica's part of it."""
     if sharding.steps_parts:
-        return Averaging(shard=mesh.shard, replica=mesh.replica, wire_dtype=wire_dtype)
-    return Averaging(shard=ALONE, replica=mesh.data, wire_dtype=wire_dtype)
+        replica = ALONE if mesh.sync_every else mesh.replica
+        return Averaging(shard=mesh.shard, replica=replica, wire_dtype=wire_dtype)
+    return Averaging(shard=ALONE, replica=mesh.averaging, wire_dtype=wire_dtype)
 
 
 class ComingMean:

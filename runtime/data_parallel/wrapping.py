@@ -187,18 +187,21 @@ def wrap(
 
     offload: reduced gradients go to the host's memory in every backward, and the optimizer has its
     copy of the parameters and its states there. zero 2 and 3 gather parameters from there.
+
+    With local steps (`Mesh.sync_every`), gradients and statistics of batch norms are averaged over
+    a replica's ranks, mesh.shard; `OuterOptimizer` averages the replicas.
     """
     half = compute_dtype if compute_dtype in HALF_DTYPES else None
     if compute_dtype is torch.float32:
         _widen(module)
     wire_dtype = (half or torch.bfloat16) if compress else None
     if sync_batch_norm:
-        synchronise_batch_norms(module, mesh.data)
+        synchronise_batch_norms(module, mesh.averaging)
     if half is not None:
         compute_in(module, half, buffers=half_buffers, takes_received=mesh.pipeline.size > 1)
         widen_norms(module)
     sharding = sharding_of(zero)
-    if sharding.shards_modules and (mesh.data.size > 1 or offload):
+    if sharding.shards_modules and (mesh.averaging.size > 1 or offload):
         _lay_in_order(module)
         # The planner has found the layers whose outputs are written to; `keep_apart` lets these
         # return no views.
@@ -221,7 +224,7 @@ def wrap(
         narrow_frozen(module, half)
     if offload:
         _start_on_host(one for one in module.parameters() if one.requires_grad)
-    if half is not None or mesh.data.size > 1 or offload:
+    if half is not None or mesh.averaging.size > 1 or offload:
         averaging = averaging_of(mesh, sharding, wire_dtype)
         link = HostLink(mesh.device) if offload else None
         buckets = GradientBuckets(
@@ -302,8 +305,12 @@ def _large(units: Sequence[nn.Module]) -> list[nn.Module]:
 
 
 def _shard_mesh(mesh: Mesh) -> DeviceMesh:
-    """Return the data axis in fully_shard's form: (shard), or with copies (replica, shard)."""
-    names = ("replica", "shard") if mesh.replica.size > 1 else ("shard",)
+    """Return the data axis in fully_shard's form: (shard), or with copies (replica, shard).
+
+    With local steps, fully_shard knows only the replica's own ranks.
+    """
+    has_copies = mesh.replica.size > 1 and not mesh.sync_every
+    names = ("replica", "shard") if has_copies else ("shard",)
     return mesh.device_mesh[names if len(names) > 1 else names[0]]
 
 

@@ -7,7 +7,7 @@ import math
 import os
 import time
 import warnings
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, TypeAlias
@@ -29,6 +29,7 @@ from autopar.runtime.optimizer.pieces import (
     local_pieces,
     note_pieces,
     shard_parameters_flat,
+    spread_after_steps,
     state_of,
 )
 from autopar.runtime.ranks.mesh import Mesh
@@ -162,8 +163,7 @@ def build_optimizer(
     master weights and flat slices, all plain tensors. Masters have the unrounded values of the
     constructor or the file: the factory sees parameters in fp32, which are rounded to 16 bits
     afterwards. Before a step gradients are copied to the pieces; after it new values are copied
-    back. Schedulers and param_groups stay the user's own. `lr`, if given, replaces all learning
-    rates.
+    back. Schedulers and param_groups stay the user's own. `lr`, if given, replaces all rates.
     """
     parameters = {id(one): one for part in model_parts for one in part.parameters()}
     trainable = [parameter for parameter in parameters.values() if parameter.requires_grad]
@@ -252,7 +252,7 @@ def _step_shards(
     optimizer: Optimizer, trainable: list[nn.Parameter], shards: tuple[FlatShard, ...]
 ) -> None:
     """Make the optimizer step this rank's parts, and fetch and all-gather them after each step."""
-    _exchange(optimizer, trainable, tuple(piece for shard in shards for piece in shard.pieces))
+    _exchange(optimizer, trainable, [piece for shard in shards for piece in shard.pieces])
     zero_grad = optimizer.zero_grad
 
     def forget_and_zero(set_to_none: bool = True) -> None:
@@ -265,7 +265,7 @@ def _step_shards(
         gather_parameters(shards)
         forget_gradients(shards)
 
-    optimizer.register_step_post_hook(gather_and_forget)
+    spread_after_steps(optimizer, gather_and_forget)
     optimizer.zero_grad = forget_and_zero  # type: ignore[method-assign]
 
 
@@ -307,10 +307,10 @@ def _exchange(
 ) -> None:
     """Replace parameters by pieces in the optimizer, and keep the two in sync."""
     note_pieces(optimizer, pieces)
-    by_parameter: dict[int, list[ParameterPiece]] = {}
+    by_parameter = defaultdict[int, list[ParameterPiece]](list)
     for piece in pieces:
+        by_parameter[id(piece.parameter)].append(piece)
         made_like(piece.target, piece.parameter)
-        by_parameter.setdefault(id(piece.parameter), []).append(piece)
     for group in optimizer.param_groups:
         group["params"] = [p.target for w in group["params"] for p in by_parameter.get(id(w), ())]
     for parameter, state in list(optimizer.state.items()):
@@ -340,7 +340,7 @@ def _exchange(
     first = optimizer.register_step_pre_hook(take_gradients)
     # The user's own hooks expect gradients, so ours runs first.
     optimizer._optimizer_step_pre_hooks.move_to_end(first.id, last=False)  # type: ignore[attr-defined]
-    optimizer.register_step_post_hook(give_values)
+    spread_after_steps(optimizer, give_values)
     # zero_grad must clear the parameters' gradients, not only the pieces'.
     optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
 

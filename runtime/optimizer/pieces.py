@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,7 +22,8 @@ from autopar.runtime.data_parallel.buckets import (
 from autopar.runtime.data_parallel.gradient_buckets import GradientBuckets
 from autopar.runtime.ranks.transport import started_gather
 
-_PIECES = "stepped_pieces"  # the attribute of an optimizer that holds its pieces
+# the attributes of an optimizer that hold its pieces, and what gives their values to parameters
+_PIECES, _SPREADING = "stepped_pieces", "spreading"
 
 
 class ParameterPiece(Protocol):
@@ -91,6 +92,23 @@ class LocalPiece:
 def is_copy(piece: ParameterPiece) -> bool:
     """Whether a piece's target has memory of its own."""
     return piece.is_far or piece.target.dtype != piece.place.dtype
+
+
+def value_of(piece: ParameterPiece) -> Tensor:
+    """Return the values that an optimizer steps: its fp32 copy, or the parameter's own memory."""
+    return piece.target.detach() if is_copy(piece) else piece.place
+
+
+def spread_after_steps(optimizer: Optimizer, spread: Callable[..., None]) -> None:
+    """Make a function that gives new values of pieces to parameters follow each step."""
+    optimizer.register_step_post_hook(spread)
+    optimizer.__dict__.setdefault(_SPREADING, []).append(spread)
+
+
+def spread_values(optimizer: Optimizer) -> None:
+    """Give the values of pieces to all parameters, as after a step."""
+    for spread in optimizer.__dict__.get(_SPREADING, ()):
+        spread()
 
 
 def note_pieces(optimizer: Optimizer, pieces: Sequence[ParameterPiece]) -> None:

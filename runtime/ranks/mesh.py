@@ -8,6 +8,9 @@ neighbours. The pipeline axis is the slowest:
 
     rank = (pipeline · data_size + data) · tensor_size + tensor
     data = replica · shard_size + shard
+
+With local steps, the shard axis has the data ranks of one replica, also if they do not share a
+sharded copy.
 """
 
 from __future__ import annotations
@@ -117,13 +120,27 @@ class Mesh:
     tensor: Axis
     world: Axis
     device_mesh: DeviceMesh
-    shard: Axis  # the data ranks that share one sharded copy
+    shard: Axis  # the data ranks that share one sharded copy, or one replica
     replica: Axis  # the data ranks that hold the same shard
     is_dry_run: bool
     owns_processes: bool  # whether start() made the process group, so that stop() must end it
     message_timeout: timedelta = _LEAST_TIMEOUT
+    # local steps that replicas take between two outer steps; 0: no local steps
+    sync_every: int = 0
     # time spent waiting for rows
     reading: Stopwatch = field(default_factory=Stopwatch, compare=False)
+
+    @property
+    def averaging(self) -> Axis:
+        """The data ranks that average their gradients in every step."""
+        return self.shard if self.sync_every else self.data
+
+    def is_alike(self, step: int) -> bool:
+        """Whether all replicas have the same parameters after a step; the last step is not asked.
+
+        With local steps they differ between two outer steps.
+        """
+        return not self.sync_every or step % self.sync_every == 0
 
 
 def start(
@@ -132,10 +149,12 @@ def start(
     data: int = 1,
     tensor: int = 1,
     shard: int | None = None,
+    sync_every: int = 0,
     timeout: float = 0.0,
 ) -> Mesh:
     """Join the processes that were started together; return the mesh as this process sees it.
 
+    `sync_every` is the number of local steps between two outer steps.
     `timeout` is the limit in seconds for a step, and for the ranks to meet (at least a minute).
     The limit for a message is a multiple of it.
     """
@@ -170,6 +189,7 @@ def start(
         is_dry_run=bool(os.environ.get(DRY_RUN)),
         owns_processes=owns_processes,
         message_timeout=message_timeout,
+        sync_every=sync_every,
     )
 
 

@@ -6,7 +6,7 @@ import argparse
 import math
 import os
 from argparse import ArgumentTypeError
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
@@ -336,6 +336,20 @@ def _together(
     if options.export_best:
         _check_best(options, parser)
     return options
+
+
+def in_rounds(options: argparse.Namespace, sync_every: int) -> Iterator[str]:
+    """Make checkpoints and evaluations follow outer steps, and yield a note for each change.
+
+    Replicas that take local steps have the same parameters only after an outer step.
+    """
+    for name in ("checkpoint_every", "keep_every", "eval_every"):
+        every = getattr(options, name, None)
+        if sync_every and every and every % sync_every:
+            rounded = every + -every % sync_every
+            setattr(options, name, rounded)
+            option = f"--{name.replace('_', '-')}"
+            yield f"note: {option} is {rounded:,}: replicas are alike every {sync_every:,} steps"
 
 
 def _check_best(options: argparse.Namespace, parser: OptionParser) -> None:

@@ -18,8 +18,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import default_collate
 
 from autopar.codegen.emit import write_script
-from autopar.codegen.proof.exactness import ExactMode
-from autopar.codegen.proof.plain import TrainedAlone, all_steps, clipped_share, trained_tensors
+from autopar.codegen.proof.exactness import ExactMode, all_steps, clipped_share, trained_tensors
+from autopar.codegen.proof.plain import TrainedAlone
 from autopar.planner.model.model_file import ModelFile, load_model_file
 from autopar.planner.plan.plan import Plan
 from autopar.planner.plan.telling.words import ADAMW, CLIP_NORM

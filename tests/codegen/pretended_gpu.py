@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from autopar.codegen.proof.dryrun import watching
-from autopar.codegen.proof.dryrun.rank import report_of
-from autopar.codegen.proof.dryrun.watching import DryRunRecording
+from autopar.codegen.proof.dryrun.watching import DryRunRecording, report_of
 from autopar.codegen.proof.pretended_device import NAME, MadeOnDevice, pretend
 from autopar.runtime import pipeline  # noqa: F401  loaded once for all processes
 from autopar.runtime.optimizer import building

@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.codegen.proof.exactness import ExactMode
-from autopar.codegen.proof.plain import all_steps, clipped_share, trained_tensors
+from autopar.codegen.proof.exactness import ExactMode, all_steps, clipped_share, trained_tensors
 from autopar.planner.graph.graph import Graph
 from autopar.planner.model.model_file import ModelFile, load_model_file
 from autopar.planner.plan.plan import Plan

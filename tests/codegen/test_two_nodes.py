@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from autopar.codegen.emit import write_script
-from autopar.codegen.proof.plain import all_steps, task_of, train_alone
+from autopar.codegen.proof.exactness import all_steps
+from autopar.codegen.proof.plain import task_of, train_alone
 from autopar.planner.plan.files.document import write_plan
 from autopar.runtime.checkpointing.finding import checkpoints_in, verify_checkpoint
 from tests.cells import cells

@@ -12,7 +12,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from autopar.codegen.proof.dryrun.rank import report_of
+from autopar.codegen.proof.dryrun.watching import report_of
 from autopar.planner.costs.schedules.orders import ActionKind, PipelineShape
 from autopar.planner.costs.schedules.simulation import StageSeconds
 from autopar.planner.costs.schedules.table import ScheduleKind

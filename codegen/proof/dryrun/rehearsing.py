@@ -27,7 +27,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from autopar.codegen.proof.dryrun.rank import FirstStep, run_first_step
 from autopar.codegen.proof.dryrun.running import (
     microbatches_run,
     predicted_memory,
@@ -35,6 +34,7 @@ from autopar.codegen.proof.dryrun.running import (
     started,
     written,
 )
+from autopar.codegen.proof.dryrun.watching import FirstStep, run_first_step
 from autopar.planner.costs.prediction import MemoryPrediction
 from autopar.planner.plan.plan import Plan, StoredPlan
 from autopar.planner.plan.telling.timeline import (
@@ -169,14 +169,14 @@ def _drawn_on(device: torch.device) -> Iterator[None]:
         shape = self.shapes[place.name]
         if len(shape) < 2 or not isinstance(place.tensor, nn.Parameter):
             return constructed(self, place)
-        return shape, _Drawn(shape, device)
+        return shape, _DrawnSource(shape, device)
 
     with patch.object(Recipe, "whole_tensor", drawn):
         yield
 
 
 @dataclass(frozen=True, slots=True)
-class _Drawn:
+class _DrawnSource:
     """A tensor whose slices are drawn when they are read, with a variance of 1 ÷ inputs."""
 
     shape: tuple[int, ...]

@@ -29,7 +29,7 @@ from autopar.planner.files import write_whole
 from autopar.planner.plan.plan import Plan
 from autopar.runtime.ranks.mesh import DRY_RUN
 
-_MODULE = "autopar.codegen.proof.dryrun.rank"
+_MODULE = "autopar.codegen.proof.dryrun.watching"
 Collectives: TypeAlias = tuple[Mapping[str, Any], ...]  # kind, ranks, bytes, count
 
 

@@ -1,8 +1,9 @@
-"""Records the ops and messages of a dry run.
+"""Runs a script as one rank, without computing, and records its ops and messages.
 
 Finds the peak memory and the collectives of one rank's training step, without computing. Under
 AUTOPAR_DRYRUN="rank/world" the process group sends nothing and tensors have shapes but no values,
-so one rank's step among thousands takes seconds.
+so one rank's step among thousands takes seconds. `python -m autopar.codegen.proof.dryrun.watching
+SCRIPT` runs a script to the end of its first step, and prints the report of that rank.
 
 Sizes that depend on data get the plan's expected values. AUTOPAR_DRYRUN_PICKED has pairs: the
 number of a mask's entries, and the expected share of true ones. Other masks select everything.
@@ -12,12 +13,15 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from math import ceil
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 from unittest.mock import patch
 
 import torch
@@ -28,7 +32,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from autopar.codegen.proof.dryrun.memory import (
@@ -37,10 +41,13 @@ from autopar.codegen.proof.dryrun.memory import (
     cuda_kernels,
     kept_on_host,
 )
+from autopar.codegen.proof.script_rank import imported
+from autopar.runtime.data.batches import Batch
 from autopar.runtime.data_parallel.wrapping import buckets_of
 from autopar.runtime.ranks.transport import HostLink
 
 PICKED = "AUTOPAR_DRYRUN_PICKED"
+Entered = TypeVar("Entered")
 
 _ATEN = torch.ops.aten
 _MASKS = (torch.bool, torch.uint8)
@@ -296,3 +303,73 @@ def _as_group(value: object) -> dist.ProcessGroup | None:
         return dist.ProcessGroup.unbox(value)
     except (RuntimeError, ValueError):
         return None  # a reduce operator
+
+
+class _StepRecordedError(Exception):
+    """A step has been recorded: the script ends here."""
+
+
+def report_of(path: Path) -> Report:
+    """Run a script's `main` to the end of its first step; report on it as if it were the second."""
+    found: list[Report] = []
+
+    def watched(step: FirstStep, record: DryRunRecording) -> None:
+        with record.second_step(step.parts, step.optimizer, step.given):
+            step.take()
+        found.append(record.report())
+
+    run_first_step(path, recording(), watched)
+    return found[0]
+
+
+@dataclass(frozen=True, slots=True)
+class FirstStep:
+    """The first step of a script, before it is taken."""
+
+    take: Callable[[], Any]
+    parts: Sequence[nn.Module]
+    optimizer: Optimizer
+    given: tuple[Any, ...]  # further arguments of train_step
+
+
+def run_first_step(
+    path: Path, watching: AbstractContextManager[Entered], run: Callable[[FirstStep, Entered], None]
+) -> None:
+    """Run a script's `main` up to its first step, which is passed to `run`.
+
+    `watching` is entered just before weights are loaded. Until then, the modules are on the meta
+    device, and have no memory.
+    """
+    script: Any = imported(path)
+    load_weights, train_step = script.load_weights, script.train_step
+    entered: list[Entered] = []
+    with ExitStack() as stack:
+
+        def load(*args: Any, **kwargs: Any) -> None:
+            entered.append(stack.enter_context(watching))
+            load_weights(*args, **kwargs)
+
+        def step(model: Any, optimizer: Optimizer, *args: Any) -> None:
+            parts = [model] if isinstance(model, nn.Module) else model.parts
+            taken = partial(train_step, model, optimizer, *args)
+            run(FirstStep(taken, parts, optimizer, args), entered[0])
+            raise _StepRecordedError
+
+        script.load_weights, script.train_step = load, step
+        script.new_batch = _with_values(script.new_batch)
+        with suppress(_StepRecordedError):
+            script.main([])
+
+
+def _with_values(new_batch: Callable[..., Batch]) -> Callable[..., Batch]:
+    """Return a `new_batch` that makes batches with values, because the model file may read them."""
+
+    def made(*args: Any, **kwargs: Any) -> Batch:
+        with _disable_current_modes():
+            return new_batch(*args, **kwargs)
+
+    return made
+
+
+if __name__ == "__main__":
+    print(report_of(Path(sys.argv[1])).to_json())

@@ -163,10 +163,7 @@ def _lent(flow: LayerFlow) -> dict[MemoryPlace, int]:
 
 
 def _staying(flow: LayerFlow) -> dict[MemoryPlace, int]:
-    """Return what a layer keeps on the device if the rest goes to the host.
-
-    This is what several later layers use, the batch, and what is too small for a copy.
-    """
+    """Return what stays on the device: what several layers use, the batch, and small tensors."""
     lent, tensors = _lent(flow), flow.pricer.graph.tensors
     return {
         place: size

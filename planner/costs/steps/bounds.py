@@ -72,7 +72,7 @@ class DataBound:
     @property
     def is_in_every_pass(self) -> bool:
         """Whether every microbatch waits for collectives, not only the first and the last one."""
-        return self.arrangement.reduces_each and self.arrangement.data > 1
+        return self.arrangement.reduces_each and self.arrangement.averaging_ranks > 1
 
     def forward(self, computing_seconds: float, shared: Shared) -> float:
         """Return the least time of a forward of layers."""
@@ -143,7 +143,7 @@ class DataBound:
         """Return what gathering updated parameters adds to the first forward of a single stage."""
         arrangement = self.arrangement
         is_gathered = arrangement.zero.gathers_updated or arrangement.zero.keeps_gathered
-        if arrangement.data == 1 or arrangement.pipeline > 1 or not is_gathered:
+        if arrangement.averaging_ranks == 1 or arrangement.pipeline > 1 or not is_gathered:
             return 0.0
         gather = self._gather(parameter_bytes)
         if arrangement.zero.gathers_updated:
@@ -154,7 +154,7 @@ class DataBound:
     def last_backward_more(self, computing_seconds: float, gradient_bytes: int) -> float:
         """Return what reducing adds to the last backward, for a single stage."""
         arrangement = self.arrangement
-        if arrangement.data == 1 or self.is_in_every_pass or arrangement.pipeline > 1:
+        if arrangement.averaging_ranks == 1 or self.is_in_every_pass or arrangement.pipeline > 1:
             return 0.0
         reduced = self._reduced(gradient_bytes)
         return self._overlapped(computing_seconds, reduced) - computing_seconds
@@ -165,20 +165,21 @@ class DataBound:
         Each byte takes at least as long as in one reduction of `most_bytes`, the most that a stage
         can have.
         """
-        if self.arrangement.data == 1 or self.is_in_every_pass or not most_bytes:
+        if self.arrangement.averaging_ranks == 1 or self.is_in_every_pass or not most_bytes:
             return 0.0
         return gradient_bytes * self._reduced(most_bytes) / most_bytes
 
     def each_first_gather(self, parameter_bytes: int, most_bytes: int) -> float:
         """Return the least that a layer adds to the gathers before a stage's first forward."""
         arrangement = self.arrangement
-        if arrangement.data == 1 or not arrangement.zero.gathers_updated or not most_bytes:
+        is_gathered = arrangement.zero.gathers_updated and arrangement.averaging_ranks > 1
+        if not (is_gathered and most_bytes):
             return 0.0
         return parameter_bytes * self._gather(most_bytes) / most_bytes
 
     @property
     def _gathers_always(self) -> bool:
-        return self.arrangement.zero.divides_parameters and self.arrangement.data > 1
+        return self.arrangement.zero.divides_parameters and self.arrangement.averaging_ranks > 1
 
     def _gathers(self, shared: Shared) -> float:
         each = shared.count * self._gather(shared.each_parameter_bytes)

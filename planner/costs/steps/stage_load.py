@@ -167,9 +167,10 @@ class RankGroups:
     """The shapes of all groups, and the rates of each pipeline rank's unlike devices."""
 
     tensor: GroupShape
-    data: GroupShape
+    data: GroupShape  # the data ranks that average gradients in every step
     shard: GroupShape
-    replicas: GroupShape
+    replicas: GroupShape  # the data ranks with the same part, whose gradients are averaged
+    outer: GroupShape  # the ranks with the same part in replicas that take local steps
     neighbours: GroupShape  # of two consecutive stages
     ends: GroupShape  # of the first and the last stage
     stages: GroupShape  # of all stages of a pipeline
@@ -213,6 +214,7 @@ class _Degrees:
     data: int
     tensor: int
     shard: int
+    is_local: bool
     precision: Precision
 
 
@@ -223,6 +225,7 @@ def rank_groups(cluster: Cluster, arrangement: Arrangement) -> RankGroups:
         data=arrangement.data,
         tensor=arrangement.tensor,
         shard=arrangement.shard,
+        is_local=arrangement.is_local,
         precision=arrangement.precision,
     )
     return _groups(cluster, degrees)
@@ -238,11 +241,14 @@ def _groups(cluster: Cluster, degrees: _Degrees) -> RankGroups:
         degrees.shard,
     )
     width = tensor * data
+    alone, copies = group_shape(cluster, 1, 1), group_shape(cluster, data // shard, tensor * shard)
+    averaging = shard if degrees.is_local else data
     return RankGroups(
         tensor=group_shape(cluster, tensor, 1),
-        data=group_shape(cluster, data, tensor),
+        data=group_shape(cluster, averaging, tensor),
         shard=group_shape(cluster, shard, tensor),
-        replicas=group_shape(cluster, data // shard, tensor * shard),
+        replicas=alone if degrees.is_local else copies,
+        outer=copies if degrees.is_local else alone,
         neighbours=neighbour_shape(cluster, pipeline, width),
         ends=ends_shape(cluster, (pipeline - 1) * width),
         stages=group_shape(cluster, pipeline, width),
@@ -272,3 +278,24 @@ def _rates(device: Device, precision: Precision) -> Throughput:
 def _peak(device: Device, precision: Precision) -> float:
     peaks = dict(device.peaks)
     return next(peaks[dtype] for dtype in precision.peaks if dtype in peaks)
+
+
+def with_first_fetch(
+    load: StageLoad, stage: int, arrangement: Arrangement, link_bytes_per_second: float
+) -> StageLoad:
+    """Return a stage whose backward also waits for the tensors of its last layer on the host.
+
+    Another microbatch's forward has run before this backward, so these tensors are on the host. The
+    last stage runs a microbatch's backward right after its forward, and has them on the device.
+    """
+    last_stage = arrangement.pipeline * arrangement.stages_per_rank - 1
+    saved = [work.cost.host_saved_bytes for work in load.works if work.cost.host_saved_bytes]
+    if not saved or stage == last_stage:
+        return load
+    waits = saved[-1] / link_bytes_per_second
+    return replace(
+        load,
+        backward_seconds=load.backward_seconds + waits,
+        recompute_seconds=load.recompute_seconds + waits,
+        host_wait_seconds=load.host_wait_seconds + waits,
+    )

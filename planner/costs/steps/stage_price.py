@@ -55,6 +55,7 @@ from autopar.planner.costs.steps.stage_load import (
     StageLoad,
     stage_load,
     summed_seconds,
+    with_first_fetch,
 )
 
 
@@ -270,6 +271,7 @@ class StagePrice:
     transfer_seconds: float  # to send its results to the next stage, for one microbatch
     reduction_seconds: float  # after its last backward: over the data ranks and the tensor axis
     optimizer_seconds: float  # the stages of a rank add up
+    outer_seconds: float  # of an outer step, as one of the local steps has it
 
 
 def stage_price(
@@ -282,7 +284,8 @@ def stage_price(
 ) -> StagePrice:
     """Return the price of some layers as a stage."""
     devices = groups.stage_rates[rank_of(arrangement.schedule, stage, arrangement.pipeline)]
-    whole = _with_first_fetch(stage_load(layers), stage, arrangement, groups, constants)
+    link = groups.host.bytes_per_second * constants.host_link_share
+    whole = with_first_fetch(stage_load(layers), stage, arrangement, link)
     load = _with_gradients(whole, devices, arrangement, constants)
     data = data_seconds(
         load.layers,
@@ -304,32 +307,33 @@ def stage_price(
         reduction_seconds=data.last_backward
         + summed_seconds(groups.tensor, load.replicated_gradient_bytes),
         optimizer_seconds=_optimizer_seconds(load, devices, groups, arrangement, constants),
+        outer_seconds=_outer_seconds(load, devices, groups, arrangement),
     )
 
 
-def _with_first_fetch(
-    load: StageLoad,
-    stage: int,
-    arrangement: Arrangement,
-    groups: RankGroups,
-    constants: FrameworkConstants,
-) -> StageLoad:
-    """Return a stage whose backward also waits for the tensors of its last layer on the host.
+_OUTER_BYTES = 68  # read and written for each element: the change, both copies, SGD's step
 
-    Another microbatch's forward has run before this backward, so these tensors are on the host. The
-    last stage runs a microbatch's backward right after its forward, and has them on the device.
+
+def _outer_seconds(
+    load: StageLoad, devices: Sequence[Throughput], groups: RankGroups, arrangement: Arrangement
+) -> float:
+    """Return a local step's share of the outer step, for one stage.
+
+        (all-reduce of this rank's part of the parameters, in fp32, over the replicas
+        + 68 bytes for each of its elements ÷ bandwidth
+        + ZeRO-1's gather inside the replica) ÷ local steps
+
+    Nothing overlaps. Running statistics of norms are left out.
     """
-    last_stage = arrangement.pipeline * arrangement.stages_per_rank - 1
-    saved = [work.cost.host_saved_bytes for work in load.works if work.cost.host_saved_bytes]
-    if not saved or stage == last_stage:
-        return load
-    waits = saved[-1] / (groups.host.bytes_per_second * constants.host_link_share)
-    return replace(
-        load,
-        backward_seconds=load.backward_seconds + waits,
-        recompute_seconds=load.recompute_seconds + waits,
-        host_wait_seconds=load.host_wait_seconds + waits,
-    )
+    if not arrangement.is_local:
+        return 0.0
+    part_bytes = load.gradient_bytes / arrangement.optimizer_ranks
+    seconds = summed_seconds(groups.outer, part_bytes)
+    slowest = min(rates.stream_bytes_per_second for rates in devices)
+    seconds += part_bytes / 4 * _OUTER_BYTES / slowest
+    if arrangement.zero.gathers_updated:
+        seconds += _seconds(Collective.ALL_GATHER, groups.shard)(load.parameter_bytes)
+    return seconds / arrangement.sync_every
 
 
 def _with_gradients(

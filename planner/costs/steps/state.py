@@ -44,7 +44,7 @@ def layer_state_bytes(cost: ParameterTotals, arrangement: Arrangement) -> int:
     return (
         _parameter_bytes(cost.parameter_bytes, cost.trainable, arrangement)
         + _lasting_gradient_bytes(cost.gradient_bytes, arrangement)
-        + _optimizer_bytes(cost.optimizer_bytes, arrangement)
+        + _optimizer_bytes(cost.optimizer_bytes, cost.gradient_bytes, arrangement)
     )
 
 
@@ -83,11 +83,17 @@ def state_by_category(
             arrangement,
         ),
         _lasting_gradient_bytes(sum(load.gradient_bytes for load in loads), arrangement),
-        _optimizer_bytes(sum(load.optimizer_bytes for load in loads), arrangement),
+        _optimizer_bytes(
+            sum(load.optimizer_bytes for load in loads),
+            sum(load.gradient_bytes for load in loads),
+            arrangement,
+        ),
     )
 
 
-def _optimizer_bytes(size_bytes: int, arrangement: Arrangement) -> int:
+def _optimizer_bytes(size_bytes: int, gradient_bytes: int, arrangement: Arrangement) -> int:
+    """Return the optimizer's states, and the outer optimizer's: fp32 as gradients are."""
+    size_bytes += arrangement.outer.copies * gradient_bytes
     is_here = not arrangement.offload.has_states
     return is_here * _part(size_bytes, arrangement.optimizer_ranks, is_divided=True)
 

@@ -1,7 +1,8 @@
 """Combines stages, schedule, data parallelism and optimizer into the time of a step.
 
     step = first gather + pipeline(m microbatches) + last reduction + sum of tied weights' gradients
-           + optimizer + framework (the host's work once per step)
+           + optimizer + framework (the host's work once per step) + a local step's share of an
+           outer step
 
 Stages are given in their order in the model; the schedule determines which rank runs which. If a
 pipeline rank has unlike devices, its layers have the costs of the slowest (`slowest` in
@@ -110,7 +111,9 @@ def step_of(
         first_gather_seconds=_first_gather_seconds(prices, ranks, pipeline),
         last_reduction_seconds=_last_reduction_seconds(prices, ranks, pipeline),
         tied_seconds=tied_seconds(groups, arrangement, tied_gradient_bytes),
-        optimizer_seconds=_optimizer_seconds(prices, ranks) + norm_seconds(groups, arrangement),
+        optimizer_seconds=_slowest([one.optimizer_seconds for one in prices], ranks)
+        + norm_seconds(groups, arrangement),
+        outer_seconds=_slowest([one.outer_seconds for one in prices], ranks),
         framework_step_seconds=constants.step_seconds,
         framework_action_seconds=constants.action_seconds,
         scheduled=scheduled,
@@ -188,14 +191,14 @@ def _last_reduction_seconds(
     return max(0.0, max(ends) - pipeline.step_seconds)
 
 
-def _optimizer_seconds(prices: Sequence[StagePrice], ranks: Sequence[int]) -> float:
-    """Return the slowest rank's optimizer seconds.
+def _slowest(stages_seconds: Sequence[float], ranks: Sequence[int]) -> float:
+    """Return the seconds of the slowest rank, from those of its stages.
 
     All ranks start the optimizer together, after the global norm, so the slowest ends the step.
     """
     seconds = [0.0] * (max(ranks) + 1)
-    for rank, price in zip(ranks, prices, strict=True):
-        seconds[rank] += price.optimizer_seconds
+    for rank, own in zip(ranks, stages_seconds, strict=True):
+        seconds[rank] += own
     return max(seconds)
 
 

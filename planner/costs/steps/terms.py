@@ -34,6 +34,7 @@ class StepTerms:
     last_reduction_seconds: float
     tied_seconds: float
     optimizer_seconds: float
+    outer_seconds: float  # of an outer step, as one of the local steps has it
     framework_step_seconds: float  # the host's work once per step
     framework_action_seconds: float  # the host's work for each forward or backward
     scheduled: tuple[StageSeconds, ...]  # of a microbatch, as the schedule runs each stage
@@ -45,7 +46,8 @@ class StepTerms:
         """The time from one step to the next."""
         return (
             self.first_gather_seconds + self.pipeline_seconds + self.last_reduction_seconds
-            + self.tied_seconds + self.optimizer_seconds + self.framework_step_seconds
+            + self.tied_seconds + self.optimizer_seconds + self.outer_seconds
+            + self.framework_step_seconds
         )  # fmt: skip
 
 
@@ -78,11 +80,12 @@ def time_terms(step: StepTerms) -> tuple[TimeTerm, ...]:
     source = _provenance(busiest)
     host = Provenance.MEASURED if step.is_host_measured else Provenance.FORMULA
     net = Provenance.MIXED if step.is_net_measured else Provenance.FORMULA
-    is_shared = step.arrangement.data > 1 or not step.arrangement.offload.has_states
+    is_shared = step.arrangement.averaging_ranks > 1 or not step.arrangement.offload.has_states
     tied = [("tied weights", step.tied_seconds, net)] if step.tied_seconds else []
     copied = [("exposed activation copies", busiest.host_wait_seconds, net)] * bool(
         busiest.host_wait_seconds
     )
+    outer = [("outer step", step.outer_seconds, net)] if step.outer_seconds else []
     rows = (
         ("compute", busiest.compute_seconds, source),
         ("recompute", busiest.recompute_seconds, source),
@@ -91,6 +94,7 @@ def time_terms(step: StepTerms) -> tuple[TimeTerm, ...]:
         ("pipeline bubble", _idle_seconds(step, busiest), Provenance.FORMULA),
         ("exposed data parallel" if is_shared else "exposed host copies", exposed, net),
         *tied,
+        *outer,
         ("optimizer", step.optimizer_seconds, host),
         ("framework", busiest.framework_seconds + step.framework_step_seconds, host),
     )
@@ -158,6 +162,7 @@ def communication_terms(
         *_data_terms(step, busiest),
         _replicated_term(step, busiest, groups),
         _pipeline_term(step, busiest, transfer_wait_seconds),
+        _outer_term(step, busiest),
         CommunicationTerm(
             reason="weights that the first and the last stage share",
             collective=Collective.POINT_TO_POINT,
@@ -196,7 +201,7 @@ def _data_terms(step: StepTerms, busiest: BusiestRank) -> Iterator[Communication
     waited = each * sum(one.each_forward for one in own) + step.first_gather_seconds
     yield CommunicationTerm(
         reason=_gather_words(arrangement),
-        collective=Collective.ALL_GATHER if arrangement.data > 1 else "copy",
+        collective=Collective.ALL_GATHER if arrangement.averaging_ranks > 1 else "copy",
         ranks=arrangement.shard,
         count=sum(one.gathers for one in own),
         payload_bytes=(2 * each if is_sharded else 1) * sum(load.parameter_bytes for load in loads),
@@ -208,7 +213,7 @@ def _data_terms(step: StepTerms, busiest: BusiestRank) -> Iterator[Communication
     yield CommunicationTerm(
         reason=_reduction_words(arrangement),
         collective=_reduction(arrangement),
-        ranks=arrangement.data,
+        ranks=arrangement.averaging_ranks,
         count=sum(one.reductions for one in own),
         payload_bytes=rounds * sum(load.gradient_bytes for load in loads),
         seconds=reductions,
@@ -219,7 +224,7 @@ def _data_terms(step: StepTerms, busiest: BusiestRank) -> Iterator[Communication
     yield CommunicationTerm(
         reason="statistics of batch norms over the data axis",
         collective=Collective.ALL_GATHER,
-        ranks=arrangement.data,
+        ranks=arrangement.averaging_ranks,
         count=each * statistics.collectives,
         payload_bytes=each * statistics.payload_bytes,
         seconds=seconds,
@@ -227,8 +232,24 @@ def _data_terms(step: StepTerms, busiest: BusiestRank) -> Iterator[Communication
     )
 
 
+def _outer_term(step: StepTerms, busiest: BusiestRank) -> CommunicationTerm:
+    """Return the term of local steps: each has its share of an outer step."""
+    arrangement = step.arrangement
+    sizes = sum(step.loads[stage].gradient_bytes for stage in busiest.stages)
+    each = arrangement.optimizer_ranks * arrangement.sync_every
+    return CommunicationTerm(
+        reason=f"parameters averaged over replicas, in one of {arrangement.sync_every} steps",
+        collective=Collective.ALL_REDUCE,
+        ranks=arrangement.data // arrangement.shard,
+        count=0,
+        payload_bytes=sizes // each,
+        seconds=step.outer_seconds,
+        exposed_seconds=step.outer_seconds,
+    )
+
+
 def _reduction(arrangement: Arrangement) -> str:
-    if arrangement.data == 1:
+    if arrangement.averaging_ranks == 1:
         return "copy"
     scatters = arrangement.zero.divides_optimizer
     return Collective.REDUCE_SCATTER if scatters else Collective.ALL_REDUCE
@@ -236,12 +257,12 @@ def _reduction(arrangement: Arrangement) -> str:
 
 def _gather_words(arrangement: Arrangement) -> str:
     fetched = "fetched from the host" if arrangement.shards_on_host else ""
-    gathered = "gathered over the data axis" if arrangement.data > 1 else ""
+    gathered = "gathered over the data axis" if arrangement.averaging_ranks > 1 else ""
     return f"parameters {' and '.join(filter(None, (fetched, gathered)))}"
 
 
 def _reduction_words(arrangement: Arrangement) -> str:
-    if arrangement.data == 1:
+    if arrangement.averaging_ranks == 1:
         return "gradients copied to the host"
     copied = ", and copied to the host" if arrangement.offload.has_states else ""
     return f"gradients summed over the data axis{copied}"

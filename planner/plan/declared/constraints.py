@@ -18,7 +18,7 @@ from autopar.planner.costs.prediction import Arrangement, Compile, Offload, Reco
 from autopar.planner.costs.schedules.table import ScheduleKind
 from autopar.planner.errors import InputError
 from autopar.planner.graph.graph import Graph
-from autopar.planner.precision import Float8, Precision
+from autopar.planner.precision import LOCAL_STEPS, Allowed, Float8, Outer, Precision
 
 
 def minimal_conflict(
@@ -213,6 +213,9 @@ class Constraints:
     budget_usd: float | None = None
     compression: tuple[bool, ...] = (False,)  # of gradients; costs precision, so it must be allowed
     bucket_bytes: tuple[int, ...] = ()
+    allowed: tuple[Allowed, ...] = ()
+    sync_every: int | None = None
+    outer: Outer = Outer.NESTEROV  # of plans with local steps
     splits: tuple[SplitRule, ...] = ()
     stages: tuple[StagePin, ...] = ()
     recompute: tuple[RecomputePin, ...] = ()
@@ -238,6 +241,7 @@ def constraints_of(declared: Iterable[Declared]) -> Constraints:
     for one in last.values():
         constraints = _with(constraints, one)
     constraints = replace(constraints, declared=tuple(last.values()))
+    _check_local_steps(constraints)
     return constraints if constraints.float8 is Float8.NONE else _compiled(constraints)
 
 
@@ -255,6 +259,21 @@ def _compiled(constraints: Constraints) -> Constraints:
                 fix="leave one of them out",
             )
     return replace(constraints, compile=Compile.LAYERS)
+
+
+def _check_local_steps(constraints: Constraints) -> None:
+    """Raise if constraints demand local steps, and exclude them."""
+    if 1 in local_steps(constraints):
+        return
+    rivals = {
+        "precision": (constraints.precision.scales_loss, "in fp16 all ranks share a loss scale"),
+        "offloads": (Offload.NONE not in constraints.offloads, "the outer step is on the device"),
+    }
+    for field, (is_rival, why) in rivals.items():
+        if is_rival:
+            both = [one for one in constraints.declared if one.field in ("sync_every", field)]
+            what = f"{conflict_text(both)} exclude each other: {why}"
+            raise InputError(what, fix="leave one of them out")
 
 
 def _with(constraints: Constraints, one: Declared) -> Constraints:
@@ -287,7 +306,16 @@ def allows(constraints: Constraints, arrangement: Arrangement) -> bool:
         and (_steps_once(arrangement) or not constraints.steps_once)
         and (arrangement.compressed_gradients in constraints.compression or arrangement.data == 1)
         and (not buckets or arrangement.bucket_bytes in buckets)
+        and arrangement.sync_every in local_steps(constraints)
+        and (arrangement.outer is constraints.outer or not arrangement.is_local)
     )
+
+
+def local_steps(constraints: Constraints) -> tuple[int, ...]:
+    """Return the allowed numbers of local steps; 1 stands for none."""
+    if Allowed.LOCAL_STEPS in constraints.allowed:
+        return tuple(sorted({1, constraints.sync_every or LOCAL_STEPS}))
+    return (constraints.sync_every or 1,)
 
 
 def _steps_once(arrangement: Arrangement) -> bool:
@@ -369,5 +397,4 @@ def _hint(name: str, known: tuple[str, ...]) -> str:
     near = get_close_matches(name, known, n=1, cutoff=0.4)
     if near:
         return f": did you mean {near[0]!r}?"
-    more = ", …" if len(known) > _MOST_LISTED else ""
-    return f": there are {', '.join(known[:_MOST_LISTED])}{more}"
+    return f": there are {', '.join(known[:_MOST_LISTED])}{', …' * (len(known) > _MOST_LISTED)}"

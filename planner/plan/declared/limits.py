@@ -14,7 +14,13 @@ from autopar.planner.findings.rows import meeting_rows, norm_of_rows
 from autopar.planner.findings.traits import OptimizerTraits, Reach
 from autopar.planner.graph.graph import Graph
 from autopar.planner.graph.ops import GradientUse, Op, OwnGradient
-from autopar.planner.plan.declared.constraints import Constraints, Declared, constraints_of
+from autopar.planner.plan.declared.constraints import (
+    Constraints,
+    Declared,
+    constraints_of,
+    local_steps,
+)
+from autopar.planner.precision import Allowed
 from autopar.planner.rules.table import takes_statistics
 
 _UNDIVIDED = tuple(level for level in Zero if not level.divides_optimizer)
@@ -263,7 +269,29 @@ def completed(constraints: Constraints, cluster: Cluster, graph: Graph) -> Const
     constraints = with_own_gradients(constraints, graph)
     constraints = with_whole_batch(with_batch(constraints, cluster, graph), graph)
     check_lone_rows(constraints, graph)
-    return with_whole_scalars(constraints, graph)
+    return with_local_steps(with_whole_scalars(constraints, graph), graph)
+
+
+_AVERAGED = ("running_mean", "running_var", "num_batches_tracked")
+
+
+def with_local_steps(constraints: Constraints, graph: Graph) -> Constraints:
+    """Return the constraints without local steps, if the model writes buffers of its own.
+
+    An outer step averages parameters and running statistics of norms, but no other buffers.
+    """
+    own = (one.name for one in graph.buffers if one.updated and not one.name.endswith(_AVERAGED))
+    written = next(own, None)
+    if written is None or local_steps(constraints) == (1,):
+        return constraints
+    if 1 not in local_steps(constraints):
+        raise InfeasibleError(
+            f"local steps would leave the buffer {written} different on each replica",
+            expected="a model that writes no buffers but running statistics of norms",
+            fix="leave out --sync-every",
+        )
+    allowed = tuple(one for one in constraints.allowed if one is not Allowed.LOCAL_STEPS)
+    return replace(constraints, allowed=allowed, sync_every=None)
 
 
 def with_batch(constraints: Constraints, cluster: Cluster, graph: Graph) -> Constraints:

@@ -20,7 +20,7 @@ from autopar.planner.plan.declared.constraints import (
     read_deadline,
     read_units,
 )
-from autopar.planner.precision import Float8, Precision, precision_words
+from autopar.planner.precision import Allowed, Float8, Outer, Precision, precision_words
 
 Chosen = TypeVar("Chosen", bound=Enum)
 _MOST = 10**9  # of rows, ranks: more is a typing error
@@ -166,6 +166,21 @@ def _read_truth(value: object, where: str) -> bool:
     return value
 
 
+_OUTERS = ", ".join(one for one in Outer if one.copies)
+
+
+def _read_outer(value: object, where: str) -> Outer:
+    found = read_name(value, where, Outer)
+    if not found.copies:
+        raise InputError(f"{value!r} averages nothing", where=where, expected=f"one of {_OUTERS}")
+    return found
+
+
+def _read_allowed(value: object, where: str) -> tuple[Allowed, ...]:
+    names = value.split(",") if isinstance(value, str) else [value]
+    return tuple(read_name(one, where, Allowed) for one in names)
+
+
 def _read_bucket(value: object, where: str) -> int:
     return parse_bytes(value, where=where)
 
@@ -207,6 +222,23 @@ class DemandOptions(TypedDict, total=False):
         say="offload {value}", metavar="WHAT", example='"optimizer"',
         text="optimizer: gradients and optimizer states are in host memory, and the CPU does the "
         "step; none; default: whichever plan is better",
+    )]
+    sync_every: Annotated[int | None, DemandSetting(
+        place="choices.sync_every", field="sync_every", read=read_count,
+        say="{value} local steps", metavar="STEPS", example="64",
+        text="local steps: replicas of the model train alone for so many steps, then an outer "
+        "optimizer averages them; changes what is learnt",
+    )]
+    outer: Annotated[str | None, DemandSetting(
+        place="choices.outer", field="outer", read=_read_outer,
+        say="outer optimizer {value}", metavar="NAME", example='"nesterov"',
+        text=f"the outer optimizer of local steps: {_OUTERS} (the mean of the parameters)",
+    )]
+    allow: Annotated[str | None, DemandSetting(
+        place="choices.allow", field="allowed", read=_read_allowed,
+        say="allowed: {value}", metavar="WHAT", example='"local-steps"',
+        text="choices that change what is learnt, which the search then weighs, with commas: "
+        f"{', '.join(Allowed)}",
     )]
     max_tp: Annotated[int | None, DemandSetting(
         place="limits.tp", field="max_tensor", read=read_count,

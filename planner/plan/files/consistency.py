@@ -107,6 +107,9 @@ def _degrees(plan: StoredPlan) -> Iterator[str]:
         yield f"cluster: {plan.cluster.size} devices, but machines.devices is another number"
     if arrangement.data % arrangement.shard:
         yield f"arrangement: shard {arrangement.shard} does not divide data {arrangement.data}"
+    has_replicas = arrangement.shard < arrangement.data and arrangement.outer.copies > 0
+    if arrangement.is_local and not has_replicas:
+        yield "arrangement.sync_every: local steps need several replicas, and an outer optimizer"
     if arrangement.rows and not _are_rows(arrangement):
         yield (
             f"arrangement.rows: {len(arrangement.rows)} numbers for {arrangement.data} data ranks, "

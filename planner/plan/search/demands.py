@@ -25,6 +25,7 @@ from autopar.planner.plan.declared.constraints import (
     conflict_text,
     constraints_of,
     covers,
+    local_steps,
 )
 from autopar.planner.plan.declared.limits import zero_words
 from autopar.planner.plan.search.space import DEFAULT_BUCKET_BYTES, Choices
@@ -171,6 +172,8 @@ def choices_of(subject: SearchSubject, cluster: Cluster, constraints: Constraint
         offloads=tuple(_offloads(cluster, constraints)),
         stages_per_rank=constraints.stages_per_rank,
         shard=constraints.shard,
+        local_steps=local_steps(constraints),
+        outer=constraints.outer,
         node_devices=min(node.devices for node in cluster.nodes),
         layers=len(subject.layers.layers),
     )

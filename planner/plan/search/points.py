@@ -145,20 +145,22 @@ SearchItem = SearchPoint | Variant
 def families(variants_: Iterable[Arrangement]) -> list[list[Arrangement]]:
     """Return each variant alone, except ZeRO-2 and 3, which join the family of ZeRO-1.
 
-    A family has one schedule. ZeRO-2 and 3 communicate more than ZeRO-1 and update as fast, so if
-    ZeRO-1 fits, they cannot be better. A variant with the optimizer on the host joins a family,
-    too, because its optimizer is slower.
+    A family has one schedule, and one number of local steps and of ranks that average gradients.
+    ZeRO-2 and 3 communicate more than ZeRO-1 and update as fast, so if ZeRO-1 fits, they cannot be
+    better. A variant with the optimizer on the host joins a family, too, because its optimizer is
+    slower.
     """
     heads: dict[tuple[object, ...], list[Arrangement]] = {}
     families = []
     for one in variants_:
-        pipeline = one.schedule, one.stages_per_rank, one.compressed_gradients
+        local = one.sync_every, one.averaging_ranks if one.is_local else 0
+        pipeline = one.schedule, one.stages_per_rank, one.compressed_gradients, *local
         head = heads.get(pipeline)
         if one.reduces_each and head is not None:
             head.append(one)
             continue
         family = [one]
-        if one.zero.gathers_updated or one.data == 1:
+        if one.zero.gathers_updated or one.averaging_ranks == 1:
             heads[pipeline] = family
         families.append(family)
     return families
@@ -175,6 +177,7 @@ def simplicity(arrangement: Arrangement) -> tuple[float, ...]:
         arrangement.microbatches,
         len(set(arrangement.rows)),
         arrangement.data // arrangement.shard,
+        arrangement.sync_every,
         list(ScheduleKind).index(arrangement.schedule),
     )
 

@@ -21,13 +21,14 @@ Complexity = tuple[int, ...]  # less is simpler
 def complexity(arrangement: Arrangement, *, recomputes: bool) -> Complexity:
     """Return how hard a plan is to read and to trust, most important first.
 
-    In this order: how many kinds of parallelism there are; how many of them need printed forwards
-    (pipeline and tensor: data ranks run the model's own forward); the ZeRO level; whether the host
-    has the optimizer; 16-bit gradient sums; whether a layer is recomputed; whether layers are
-    compiled.
+    In this order: how many replicas take local steps, which change what is learnt; how many kinds
+    of parallelism there are; how many of them need printed forwards (pipeline and tensor: data
+    ranks run the model's own forward); the ZeRO level; whether the host has the optimizer; 16-bit
+    gradient sums; whether a layer is recomputed; whether layers are compiled.
     """
     opening = (arrangement.pipeline > 1) + (arrangement.tensor > 1)
     return (
+        arrangement.data // arrangement.averaging_ranks - 1,
         opening + (arrangement.data > 1),
         opening,
         arrangement.zero.value,

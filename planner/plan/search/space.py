@@ -1,13 +1,14 @@
 """Enumerates the arrangements of a training as a tree: degrees, microbatch, schedule, ZeRO.
 
 The first level has points: degrees, a microbatch, and whether layers are compiled. A point's
-variants differ in schedule, stages per rank, ZeRO level, shard degree, 16-bit sums and offload.
+variants differ in schedule, stages per rank, ZeRO level, shard degree, 16-bit sums, offload and
+local steps.
 None of these changes layouts or costs inside layers, so variants share them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import lcm, log
 
@@ -21,10 +22,11 @@ from autopar.planner.plan.declared.constraints import (
     Declared,
     conflict_text,
     constraints_of,
+    local_steps,
     minimal_conflict,
 )
 from autopar.planner.plan.plan import BatchFacts
-from autopar.planner.precision import Float8, Precision
+from autopar.planner.precision import Float8, Outer, Precision
 
 Degrees = tuple[int, int, int]  # pipeline, data, tensor
 _MOST_LISTED = 6
@@ -57,6 +59,7 @@ def _is_allowed(degrees: Degrees, constraints: Constraints) -> bool:
         all(pin in (None, degree) for pin, degree in zip(pins, degrees, strict=True))
         and all(top is None or degree <= top for top, degree in zip(most, degrees, strict=True))
         and (constraints.shard is None or degrees[1] % constraints.shard == 0)
+        and (1 in local_steps(constraints) or degrees[1] > (constraints.shard or 1))
     )
 
 
@@ -199,6 +202,8 @@ class Choices:
     offloads: tuple[Offload, ...]
     stages_per_rank: int | None  # pinned
     shard: int | None  # pinned
+    local_steps: tuple[int, ...]  # between two outer steps; 1: none
+    outer: Outer
     node_devices: int  # of the smallest node
     layers: int
 
@@ -254,8 +259,21 @@ def simplest(
 
 def variants(point: Arrangement, choices: Choices) -> Iterator[Arrangement]:
     """Yield the arrangements of a point that torch can run."""
+    for sync_every in choices.local_steps:
+        if sync_every == 1:
+            yield from _variants(point, sharding(point, choices), choices)
+        elif not point.precision.scales_loss:  # all ranks share the scale of the loss
+            local = replace(point, sync_every=sync_every, outer=choices.outer)
+            on_device = replace(choices, offloads=(Offload.NONE,))
+            yield from _variants(local, _replicas(point, choices), on_device)
+
+
+def _variants(
+    point: Arrangement, sharded: Iterable[tuple[Zero, int]], choices: Choices
+) -> Iterator[Arrangement]:
+    shared = tuple(sharded)
     for schedule, stages_per_rank in pipelines(point, choices):
-        for zero, shard in sharding(point, choices):
+        for zero, shard in shared:
             for compressed in choices.compressed if point.data > 1 else (False,):
                 for offload in choices.offloads:
                     variant = replace(
@@ -352,17 +370,25 @@ def sharding(point: Arrangement, choices: Choices) -> Iterator[tuple[Zero, int]]
         if not zero.divides_optimizer or _fetches_layers(point, zero, choices):
             yield zero, point.data
         elif point.data > 1:
-            degrees = {point.data}
-            if (
-                is_plain
-                and zero.shards_modules
-                and 1 < inside < point.data
-                and point.data % inside == 0
-            ):
+            degrees, is_inside = {point.data}, is_plain and zero.shards_modules
+            if is_inside and 1 < inside < point.data and point.data % inside == 0:
                 degrees.add(inside)
             if choices.shard is not None:
                 degrees = {choices.shard} if point.data % choices.shard == 0 else set()
             yield from ((zero, degree) for degree in sorted(degrees, reverse=True))
+
+
+def _replicas(point: Arrangement, choices: Choices) -> Iterator[tuple[Zero, int]]:
+    """Yield ZeRO levels with the data ranks of a replica: those of a node, or a single one.
+
+    A level that divides nothing is left out, unless it is demanded.
+    """
+    degrees = {1, choices.node_devices // point.tensor}
+    for degree in sorted({choices.shard} if choices.shard else degrees, reverse=True):
+        divides = degree > 1 or len(choices.zero_levels) == 1
+        if 0 < degree < point.data and point.data % degree == 0:
+            levels = (one for one in choices.zero_levels if divides or not one.divides_optimizer)
+            yield from ((zero, degree) for zero in levels)
 
 
 def _fetches_layers(point: Arrangement, zero: Zero, choices: Choices) -> bool:

@@ -18,6 +18,7 @@ from autopar.planner.plan.telling.explanation import (
     part_seconds,
 )
 from autopar.planner.plan.telling.words import (
+    local_words,
     recompute_words,
     schedule_words,
     unit_word,
@@ -96,6 +97,7 @@ def _changes(before: StoredPlan, after: StoredPlan) -> Iterator[Change]:
         ("schedule", schedule_words(one) or "none", schedule_words(other) or "none"),
         ("ZeRO", one.zero.value, other.zero.value),
         ("sharded over", one.shard, other.shard),
+        ("local steps", *(local_words(x) for x in (one, other))),
         ("gradient sums", *(_sum_words(x.compressed_gradients) for x in (one, other))),
         ("bucket", f"{one.bucket_bytes / 2**20:g} MiB", f"{other.bucket_bytes / 2**20:g} MiB"),
         ("precision", one.precision, other.precision),

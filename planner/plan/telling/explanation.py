@@ -152,6 +152,7 @@ TERM_PARTS: Mapping[str, StepPart] = MappingProxyType(
         "exposed host copies": StepPart.COMMUNICATION,
         "exposed activation copies": StepPart.COMMUNICATION,
         "tied weights": StepPart.COMMUNICATION,
+        "outer step": StepPart.COMMUNICATION,
         "pipeline bubble": StepPart.BUBBLE,
     }
 )

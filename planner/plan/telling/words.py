@@ -58,7 +58,7 @@ def degrees_words(arrangement: Arrangement) -> str:
 
 def sharding_words(arrangement: Arrangement) -> str:
     """Return the ZeRO level, and the number of sharing ranks if these are not all data ranks."""
-    if not arrangement.zero.divides_optimizer:
+    if arrangement.averaging_ranks == 1 or not arrangement.zero.divides_optimizer:
         return "no sharding"
     part = "" if arrangement.shard == arrangement.data else f" over {arrangement.shard}"
     return f"ZeRO-{arrangement.zero.value}{part}"
@@ -100,10 +100,28 @@ def _parts(arrangement: Arrangement) -> tuple[str, ...]:
         sharding_words(arrangement) if arrangement.data > 1 else "",
         schedule_words(arrangement),
         batch_words(arrangement),
+        local_words(arrangement),
         "16-bit gradient sums" if arrangement.compressed_gradients else "",
         compile_words(arrangement),
         offload_words(arrangement),
     )
+
+
+def local_words(arrangement: Arrangement) -> str:
+    """Return the replicas and their local steps, or nothing."""
+    if not arrangement.is_local:
+        return ""
+    replicas = arrangement.data // arrangement.shard
+    each = f"{arrangement.sync_every} local steps ({arrangement.outer})"
+    of = f" of {arrangement.ranks // replicas}" if arrangement.ranks > replicas else ""
+    return f"{replicas} replicas{of}, {each}"
+
+
+def zero_meaning(arrangement: Arrangement) -> str:
+    """Return what the ZeRO level divides, or that a single device fetches its layers."""
+    if arrangement.shards_on_host and arrangement.data == 1:
+        return "parameters are in the host's memory, and are fetched layer by layer"
+    return arrangement.zero.words
 
 
 def offload_words(arrangement: Arrangement) -> str:
@@ -159,6 +177,7 @@ def meaning_notes(plan: Plan) -> tuple[str, ...]:
     """Return notes about a plan's effect on the training, a few sentences each."""
     notes = (
         parts_apart(plan),
+        replicas_apart(plan),
         statistics_apart(plan),
         draws_apart(plan),
         narrowed_buffers_note(plan),
@@ -185,6 +204,18 @@ def parts_apart(plan: Plan) -> str:
             "not quite, the training of one device."
         )
     return ""
+
+
+def replicas_apart(plan: Plan) -> str:
+    """Return what local steps change, or ""."""
+    arranged = plan.arrangement
+    if not arranged.is_local:
+        return ""
+    return (
+        f"{arranged.data // arranged.shard} replicas take {arranged.sync_every} local steps before "
+        "an outer optimizer averages them, as was allowed, so this is not the training of one "
+        "device."
+    )
 
 
 def statistics_apart(plan: Plan) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,58 @@ def test_a_checkpoint_is_written_when_the_minutes_are_over(tmp_path: Path, mesh:
     keeper._finish()
     keeper._wish.restore_handlers()
     assert [one.name for one in checkpoints_in(tmp_path)] == ["step-2"]
+
+
+def _steps(keeper: Keeper, steps: range) -> None:
+    for step in steps:
+        keeper._wish._steps_between = 1  # ranks ask each other after every step
+        keeper.after(step)
+    keeper._finish()
+    keeper._wish.restore_handlers()
+
+
+def _local(folder: Path, mesh: Mesh, *words: str) -> Keeper:
+    """Return a keeper of a training with an outer step after every four steps."""
+    words = ("--checkpoint", str(folder), *words)
+    local = replace(mesh, sync_every=4)
+    keeper, model = Keeper(options(*words), local, rows_per_step=1, model=""), nn.Linear(2, 2)
+    optimizer = build_optimizer([model], AdamW, zero=0, mesh=mesh)
+    keeper.restore([model], optimizer, Recipe(shapes={}, source=no_weights, dtypes={}))
+    return keeper
+
+
+def test_a_checkpoint_by_the_clock_waits_for_the_next_outer_step(
+    tmp_path: Path, mesh: Mesh
+) -> None:
+    keeper = _local(tmp_path, mesh, "--checkpoint-minutes", "1")
+    _steps(keeper, range(1, 5))
+    assert not checkpoints_in(tmp_path)
+    keeper._begun_at -= 61
+    _steps(keeper, range(5, 10))
+    assert [one.name for one in checkpoints_in(tmp_path)] == ["step-8"]
+
+
+def test_checkpoints_follow_outer_steps(
+    tmp_path: Path, mesh: Mesh, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keeper = _local(tmp_path, mesh, "--checkpoint-every", "6")
+    _steps(keeper, range(1, 13))
+    assert [one.name for one in checkpoints_in(tmp_path)] == ["step-8"]
+    assert "note: --checkpoint-every is 8: replicas are alike every 4 steps" in (
+        capsys.readouterr().err
+    )
+
+
+def test_a_signal_ends_the_training_after_the_next_outer_step(
+    tmp_path: Path, mesh: Mesh, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keeper = _local(tmp_path, mesh)
+    keeper.after(1)
+    keeper._wish._asked_at = 0.0
+    with pytest.raises(SystemExit):
+        _steps(keeper, range(2, 9))
+    assert [one.name for one in checkpoints_in(tmp_path)] == ["step-4"]
+    assert "stops after step 4, the next outer step" in capsys.readouterr().err
 
 
 def test_a_failure_in_the_thread_is_told_when_the_training_asks(

@@ -1,0 +1,118 @@
+"""Local steps are planned if they are named: what they cost, what they exclude, when they pay."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from autopar.planner.cluster.cluster import Collective
+from autopar.planner.cluster.file import choose_cluster
+from autopar.planner.cluster.shape import group_shape
+from autopar.planner.costs.collectives.choice import collective_seconds
+from autopar.planner.costs.prediction import Arrangement, Prediction, Zero
+from autopar.planner.costs.steps.step import predict
+from autopar.planner.errors import AutoparError, InputError
+from autopar.planner.graph.ops import Buffer
+from autopar.planner.plan.declared.limits import with_local_steps
+from autopar.planner.plan.plan import Plan
+from autopar.planner.plan.telling.words import arrangement_words, meaning_notes
+from autopar.planner.precision import Allowed, Outer
+from tests.planner.costs.step_factories import ARRANGEMENT, LAYER, SILENT
+from tests.planner.plan.searches import declared, planned, two_nodes
+from tests.planner.subjects import zoo_graph
+
+GPT2 = ("gpt2.py", "size=124m", "layers=2")
+LOCAL = replace(ARRANGEMENT, data=4, shard=2, sync_every=8, outer=Outer.NESTEROV)
+
+
+def predicted(arrangement: Arrangement) -> Prediction:
+    cluster = choose_cluster(arrangement.ranks, "h100-sxm")
+    return predict([[LAYER]], arrangement, cluster, constants=SILENT, model_flops=10**15)
+
+
+def test_a_local_step_has_its_share_of_an_outer_step() -> None:
+    # One million parameters: 4 MB over two replicas, and 68 bytes for each at 0.9 · 3.35 TB/s.
+    outer = next(one for one in predicted(LOCAL).terms if one.name == "outer step").seconds
+    two = group_shape(choose_cluster(4, "h100-sxm"), 2, 2)
+    sent = collective_seconds(Collective.ALL_REDUCE, 4_000_000, two)
+    assert outer == pytest.approx((sent + 68e6 / (0.9 * 3.35e12)) / 8, rel=1e-3)
+
+
+def test_gradients_are_averaged_inside_a_replica() -> None:
+    inside = replace(ARRANGEMENT, data=2, shard=2)
+    for term in ("compute", "exposed data parallel", "optimizer"):
+        local, alone = (
+            next(one.seconds for one in predicted(x).terms if one.name == term)
+            for x in (LOCAL, inside)
+        )
+        assert local == pytest.approx(alone)
+
+
+@pytest.mark.parametrize(
+    ("outer", "zero", "more"),
+    [
+        (Outer.NESTEROV, Zero.NONE, 8_000_000),  # the common parameters and a momentum, in fp32
+        (Outer.AVERAGE, Zero.NONE, 4_000_000),
+        (Outer.NESTEROV, Zero.OPTIMIZER, 4_000_000),  # of each rank's half
+    ],
+)
+def test_memory_has_the_outer_state(outer: Outer, zero: Zero, more: int) -> None:
+    local = replace(LOCAL, outer=outer, zero=zero)
+    alone = replace(local, data=2, sync_every=1, outer=Outer.NONE)
+    bytes_ = [predicted(one).peak_memory.optimizer_bytes for one in (local, alone)]
+    assert bytes_[0] - bytes_[1] == more
+
+
+def found(network: str, **places: Any) -> Plan:
+    return planned(GPT2, two_nodes(network, devices=2), global_batch=32, **places)
+
+
+SLOW, FAST = "ethernet-10", "infiniband-ndr"
+
+
+def test_nobody_gets_local_steps_unasked() -> None:
+    assert not found(SLOW).arrangement.is_local
+
+
+def test_allowed_local_steps_are_taken_where_they_pay() -> None:
+    slow = found(SLOW, choices__allow="local-steps")
+    assert slow.arrangement.is_local
+    assert slow.arrangement.shard == 2  # a replica is a node
+    assert slow.prediction.step_seconds < 0.7 * found(SLOW).prediction.step_seconds
+    fast = found(FAST, choices__allow="local-steps", tolerance="10%")
+    assert not fast.arrangement.is_local
+
+
+def test_demanded_local_steps_are_taken_everywhere() -> None:
+    plan = found(FAST, choices__sync_every=100, choices__outer="average")
+    assert (plan.arrangement.sync_every, plan.arrangement.outer) == (100, Outer.AVERAGE)
+    assert "100 local steps (average)" in arrangement_words(plan.arrangement)
+    assert any("not the training of one device" in note for note in meaning_notes(plan))
+
+
+def test_local_steps_need_several_replicas() -> None:
+    with pytest.raises(AutoparError, match="100 local steps"):
+        found(SLOW, choices__sync_every=100, pins__dp=1)
+    with pytest.raises(AutoparError, match="100 local steps"):
+        found(SLOW, choices__sync_every=100, pins__shard=4, pins__dp=4)
+
+
+@pytest.mark.parametrize("rival", [{"precision": "fp16"}, {"offload": "optimizer"}])
+def test_what_excludes_local_steps_is_told(rival: dict[str, str]) -> None:
+    with pytest.raises(InputError, match="exclude each other"):
+        declared(choices__sync_every=10, **rival)
+    allowed = declared(choices__allow="local-steps", **rival)  # the search leaves them out
+    assert allowed.allowed == (Allowed.LOCAL_STEPS,)
+
+
+def test_a_model_that_writes_other_buffers_has_no_local_steps() -> None:
+    graph = zoo_graph("gpt2.py")
+    buffer = Buffer(name="seen", shape=(), dtype="float32", persistent=True, updated=True)
+    writing = replace(graph, buffers=(*graph.buffers, buffer))
+    allowed = declared(choices__allow="local-steps", global_batch=8)
+    assert with_local_steps(allowed, writing).allowed == ()
+    assert with_local_steps(allowed, graph) is allowed
+    with pytest.raises(AutoparError, match="the buffer seen different"):
+        with_local_steps(declared(choices__sync_every=10, global_batch=8), writing)
