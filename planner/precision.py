@@ -81,6 +81,42 @@ class Float8(StrEnum):
         return one
 
 
+SCALED_TOGETHER = 256  # gradients in int8 that share a scale, as runtime/data_parallel has them
+
+
+class Compression(StrEnum):
+    """How gradients are sent where data ranks average them; it changes what is learnt."""
+
+    _value_: str
+    share: float  # of the bytes of fp32 that are sent
+    # What is lost on the way is added to the next gradients. So each rank keeps it, and gradients
+    # are averaged once in a step, in buckets.
+    keeps_lost: bool
+    buffer_share: float  # of a bucket in fp32: the memory of what is sent, and of rounding
+    moved_bytes: int  # for each element, by kernels that round
+    words: str  # of a plan
+    sums: str  # in a list of differences
+
+    # name, share, keeps what is lost, buffer share, bytes moved, words, sums
+    NONE = "none", 1.0, False, 0.0, 0, "", "in 32 bits"
+    HALF = "half", 0.5, False, 0.5, 0, "16-bit gradient sums", "in 16 bits"
+    # A block has a scale of 4 bytes. Kernels read and write for an element: the sum with what was
+    # lost (12), the largest element (4), steps (24), int8 (5), floats again (13), what is lost now
+    # (12). The pieces of all ranks are added up (17), and the mean is unpacked (13).
+    INT8 = (
+        *("int8", (SCALED_TOGETHER + 4) / (4 * SCALED_TOGETHER), True, 1.5, 100),
+        *("int8 gradient sums", "in 8 bits"),
+    )
+
+    def __new__(cls, name: str, *row: Any) -> Self:
+        """Return a way of sending gradients with the columns of its row."""
+        one = str.__new__(cls, name)
+        one._value_ = name
+        one.share, one.keeps_lost, one.buffer_share, one.moved_bytes, *others = row
+        one.words, one.sums = others
+        return one
+
+
 FLOAT8_UNITS = "fp8"  # the dtype of the units that compute float8 products
 FLOAT8_MULTIPLE = 16  # both sizes of a weight must be multiples: float8 kernels take no others
 

@@ -12,6 +12,7 @@ import inspect
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import count, islice
 from typing import Any, TypeAlias
 
@@ -24,6 +25,7 @@ from torch.utils.data import IterableDataset, default_collate
 
 from autopar.codegen.proof.draws import Drawing, NotedDraw
 from autopar.codegen.proof.exactness import Exactly, KeepFloat64
+from autopar.codegen.proof.plain_sums import SentGradients, SentSums, sent_sums
 from autopar.planner.axes.infer import infer_axes
 from autopar.planner.graph.graph import Graph
 from autopar.planner.graph.ops import Ref
@@ -122,6 +124,7 @@ class Task:
     scaling: str = Float8.NONE.value  # of the linear layers in `float8_layers`
     float8_layers: tuple[str, ...] = ()
     device: str = "cpu"
+    sums: SentSums | None = None  # if the plan's data ranks lose something of gradients they send
 
 
 def task_of(
@@ -141,6 +144,7 @@ def task_of(
         half_buffers=tuple(one.name for one in narrowed_buffers(plan)),
         scaling=float8.value,
         float8_layers=() if float8 is Float8.NONE else _float8_layers(plan.graph),
+        sums=sent_sums(plan),
     )
 
 
@@ -321,10 +325,10 @@ def train_alone(task: Task) -> TrainedAlone:
     optimizer = optimizer_of(file, model, task)
     scheduler = scheduler_of(file, optimizer, task, steps=all_steps(task.steps))
     losses, norms, gradients = [], [], dict[str, Tensor]()
+    sent, in_model = SentGradients(task.sums), partial(loss_of, model, file, task=task)
     for step, batch in enumerate(islice(batches, task.steps), start=1):
         with Exactly(dtype):
-            loss = loss_of(model, file, cast_batch(batch, dtype), task)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss = sent.backward(model, in_model, cast_batch(batch, dtype))
         losses.append(loss.item())
         norms.append(_clipped(model, task, step))
         gradients = gradients or _gradients(model)

@@ -39,6 +39,7 @@ from autopar.codegen.proof.plain import (
 )
 from autopar.runtime import optimizer
 from autopar.runtime.checkpointing.owners import named_tensors, weights_held
+from autopar.runtime.data_parallel.averaging import NOTHING
 from autopar.runtime.optimizer import gradients
 from autopar.runtime.optimizer.gradients import held_gradients
 from autopar.runtime.optimizer.pieces import local_tensor
@@ -102,8 +103,13 @@ class Watched:
         return tuple(faults)
 
 
-def run_script(path: str, arguments: Sequence[str], *, limit: float | None = 1.0) -> RankTrained:
-    """Run a script's main; `limit` is its setting of the clipping norm."""
+def run_script(
+    path: str, arguments: Sequence[str], *, limit: float | None = 1.0, compresses: bool = True
+) -> RankTrained:
+    """Run a script's main; `limit` is its setting of the clipping norm.
+
+    If `compresses` is false, gradients are sent whole, whatever the script's setting is.
+    """
     rank = int(os.environ.get("RANK", "0"))
     steps = int(dict(pairwise(arguments))["--steps"])
     watched = Watched(steps, gradients.clip_by_global_norm, rank)
@@ -112,6 +118,8 @@ def run_script(path: str, arguments: Sequence[str], *, limit: float | None = 1.0
         patch.object(gradients, "clip_by_global_norm", watched.clipped),
     ):
         script: Any = imported(Path(path))
+    if not compresses:
+        script.COMPRESS = NOTHING
     dtype = getattr(torch, dict(pairwise(arguments)).get("--dtype", script.DTYPE))
     script.train_step = watched.stepped(script.train_step, dtype)
     if hasattr(script, "valid_targets"):  # absent if the loss has no targets to count
@@ -230,6 +238,7 @@ class Job:
     patience_seconds: float  # how long a script may hang
     clip_norm: float | None
     exact: Sequence[str]  # arguments of the float64 training
+    compresses: bool = True  # gradients in it, if the script does
     in_half: Sequence[str] = ()  # arguments of the 16-bit training, if there is one
 
     def left(self, kind: str, rank: int) -> Path:
@@ -240,7 +249,7 @@ class Job:
 def main(script: str, job_file: str) -> None:
     """Run a job's trainings of a script as this torchrun rank, each in a fresh fork."""
     job: Job = pickle.loads(Path(job_file).read_bytes())
-    exact = partial(run_script, script, job.exact, limit=job.clip_norm)
+    exact = partial(run_script, script, job.exact, limit=job.clip_norm, compresses=job.compresses)
     _run_in_new_process(exact, job, "exact")
     if job.in_half:
         _run_in_new_process(partial(run_as_it_is, script, job.in_half), job, "half")

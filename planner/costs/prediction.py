@@ -24,7 +24,7 @@ from autopar.planner.files import (
     SomeSeconds,
 )
 from autopar.planner.graph.ops import Op
-from autopar.planner.precision import Float8, Kernels, Precision
+from autopar.planner.precision import Compression, Float8, Kernels, Precision
 from autopar.planner.rules.table import rule_of
 
 
@@ -183,7 +183,7 @@ class Arrangement:
     stages_per_rank: Degree
     zero: Zero
     bucket_bytes: SomeBytes
-    compressed_gradients: bool  # reduced in 16 bits
+    compression: Compression  # of the gradients that data ranks send
     precision: Precision
     compile: Compile = Compile.NONE
     float8: Float8 = Float8.NONE  # of the linear layers inside compiled layers

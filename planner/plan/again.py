@@ -114,7 +114,7 @@ def _arrangement(plan: StoredPlan) -> Iterator[Declared]:
         "pins.shard": arranged.shard,
         "pins.microbatch": rows,
         "pins.zero": arranged.zero.value,
-        "choices.compressed_gradients": arranged.compressed_gradients,
+        "choices.compressed_gradients": arranged.compression.value,
     }
     if arranged.pipeline > 1:
         places["pins.stages_per_rank"] = arranged.stages_per_rank

@@ -213,7 +213,8 @@ class Keeper:
         scheduler: LRScheduler | None,
     ) -> None:
         moment, origin = found.manifest.moment, found.manifest.origin
-        restore(found, parts, optimizer)
+        if (note := restore(found, parts, optimizer)) is not None:
+            self._say(f"note: {note}")
         if self._loss_scale is not None and moment.loss_scale is not None:
             self._loss_scale.go_on(moment.loss_scale, moment.calm_steps)
         if scheduler is not None:

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -43,6 +43,7 @@ from autopar.runtime.checkpointing.states import (
     WEIGHT,
     Target,
     made_scalar,
+    restore_lost,
     set_random_states,
     targets,
 )
@@ -65,6 +66,11 @@ class Reader:
         self.checkpoint = checkpoint
         self._files = files
         self._opened: dict[str, Any] = {}
+
+    @property
+    def keys(self) -> Collection[str]:
+        """The keys of all logical tensors."""
+        return self.checkpoint.manifest.tensors.keys()
 
     def logical(self, key: str) -> Logical | None:
         """Return the entry of a logical tensor, or None if the checkpoint does not have it."""
@@ -94,8 +100,8 @@ _MOST_SHOWN = 5
 
 
 @torch.no_grad()
-def restore(checkpoint: Checkpoint, parts: Sequence[nn.Module], optimizer: Optimizer) -> None:
-    """Restore this rank's weights and optimizer states from a checkpoint."""
+def restore(checkpoint: Checkpoint, parts: Sequence[nn.Module], optimizer: Optimizer) -> str | None:
+    """Restore this rank's weights and states from a checkpoint; return a note on changed ones."""
     _refuse_others(checkpoint, parts)
     with ExitStack() as files:
         reader = Reader(checkpoint, files)
@@ -106,6 +112,7 @@ def restore(checkpoint: Checkpoint, parts: Sequence[nn.Module], optimizer: Optim
                 optimizer.state[target.parameter][key] = _restored_state(
                     reader, target, key, optimizer
                 )
+        return restore_lost(reader, parts)
 
 
 def restore_random_states(checkpoint: Checkpoint, mesh: Mesh) -> None:

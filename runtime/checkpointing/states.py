@@ -6,9 +6,9 @@ import json
 import random
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +19,11 @@ from autopar.runtime.checkpointing.owners import (
     Stepped,
     named_tensors,
     parts_of,
+    parts_of_span,
     weights_held,
 )
+from autopar.runtime.data_parallel.buckets import MEAN, Bucket
+from autopar.runtime.data_parallel.wrapping import buckets_of
 from autopar.runtime.optimizer.pieces import ParameterPiece
 from autopar.runtime.ranks.refusal import refuse
 from autopar.runtime.tensor.shards import Chunks, whole
@@ -58,6 +61,7 @@ def set_random_states(states: Mapping[str, Tensor], device: torch.device) -> Non
 
 
 WEIGHT, STATE = "weight/", "state/"
+LOST = "lost/"  # of gradients, by compression; then whose, and the parameter
 _PLAIN = (bool, int, float, type(None))
 
 
@@ -110,7 +114,8 @@ def targets(parts: Iterable[nn.Module], optimizer: Optimizer) -> Iterator[Target
 def everything_held(parts: Sequence[nn.Module], optimizer: Optimizer) -> list[LocalPart]:
     """Return the parts on this rank of all logical tensors of a training."""
     weights = [replace(one, key=WEIGHT + one.key) for one in weights_held(parts, optimizer)]
-    return weights + [one for target in targets(parts, optimizer) for one in _of(target, optimizer)]
+    states = [one for target in targets(parts, optimizer) for one in _of(target, optimizer)]
+    return weights + states + list(lost_held(parts))
 
 
 def _of(target: Target, optimizer: Optimizer) -> Iterator[LocalPart]:
@@ -131,6 +136,70 @@ def _of(target: Target, optimizer: Optimizer) -> Iterator[LocalPart]:
                 fix="train without --checkpoint, or with an optimizer whose states are shaped like "
                 "the parameters",
             )
+
+
+def lost_held(parts: Sequence[nn.Module]) -> Iterator[LocalPart]:
+    """Yield what compression has lost of gradients, by who has lost it."""
+    names = {id(one.place.tensor): one for one in named_tensors(parts)}
+    for bucket in (one for part in parts for one in _buckets(part)):
+        for whose, flat, first in bucket.lost():
+            for span in bucket.spans_within(first, first + flat.numel()):
+                of = names[id(bucket.parameters[span.place])]
+                key = f"{LOST}{whose}/{of.names[0]}"
+                yield from parts_of_span(span, key, of.chunks, span.of(flat, first))
+
+
+class TensorReader(Protocol):
+    """Reads the logical tensors of a checkpoint."""
+
+    @property
+    def keys(self) -> Collection[str]:
+        """The keys of all logical tensors."""
+
+    def fill(self, key: str, held: Chunks, tensor: Tensor) -> None:
+        """Fill a tensor that holds these chunks of a logical tensor."""
+
+
+def restore_lost(reader: TensorReader, parts: Sequence[nn.Module]) -> str | None:
+    """Restore what compression has lost of gradients; return a note if that changes hands.
+
+    Under another number of ranks, each begins with an even share of the sum, so that nothing is
+    lost for good.
+    """
+    stored = {one.removeprefix(LOST).partition("/")[0] for one in reader.keys if is_lost(one)}
+    before = len(stored - {MEAN})
+    losers = max((one.allocate_lost() for part in parts for one in _buckets(part)), default=0)
+    if not (before and losers):
+        return "what compressed gradients have lost is dropped" if before else None
+    held = list(lost_held(parts))
+    has_mean = any(one.key.startswith(f"{LOST}{MEAN}/") for one in held)
+    is_same = before == losers and has_mean == (MEAN in stored)
+    for part in held:
+        whose, _, name = part.key.removeprefix(LOST).partition("/")
+        sources = {whose} if is_same or whose == MEAN else (stored - {MEAN} if has_mean else stored)
+        share = 1.0 if is_same or whose == MEAN else 1 / losers
+        for key in sorted(f"{LOST}{one}/{name}" for one in sources):
+            if key in reader.keys:
+                value = torch.empty_like(part.tensor)
+                reader.fill(key, part.chunks, value)
+                part.tensor.add_(value, alpha=share)
+    if is_same:
+        return None
+    return f"what {before} ranks have lost of compressed gradients is shared out among {losers}"
+
+
+def is_lost(key: str) -> bool:
+    """Whether a logical tensor is what compression has lost of gradients."""
+    return key.startswith(LOST)
+
+
+def _buckets(part: nn.Module) -> Sequence[Bucket]:
+    """Return the buckets of a module, if it compresses gradients."""
+    buckets = buckets_of(part)
+    if buckets is None or buckets.compressor is None:
+        return ()
+    buckets.attach(part)
+    return buckets.buckets
 
 
 def scalars(parts: Iterable[nn.Module], optimizer: Optimizer) -> dict[str, Scalar]:

@@ -150,6 +150,7 @@ def _load(cost: LayerCost) -> LayerLoad:
         backward_seconds=cost.backward_seconds,
         parameter_bytes=cost.parameter_bytes,
         gradient_bytes=cost.gradient_bytes,
+        summed_gradient_bytes=cost.replicated_gradient_bytes,
     )
 
 

@@ -45,9 +45,9 @@ from autopar.planner.costs.steps.overlap import (
     buckets,
     forward_during_gather,
     gathered_after_optimizer_seconds,
-    hierarchical_reduction_seconds,
     sharded_backward,
     sharded_forward,
+    summing,
 )
 from autopar.planner.costs.steps.stage_load import (
     RankGroups,
@@ -56,6 +56,7 @@ from autopar.planner.costs.steps.stage_load import (
     stage_load,
     summed_seconds,
 )
+from autopar.planner.precision import GRADIENT_BYTES, Compression
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,9 +68,10 @@ class DataGroups:
     replicas: GroupShape  # ranks that hold the same part of different copies
     zero: Zero
     bucket_bytes: int
-    gradient_share: float  # the fraction of a gradient's bytes that is sent: a half in 16 bits
+    compression: Compression
     slowdown: float
     copy_byte_seconds: float  # of copying between communication buffers and parameters
+    rounding_byte_seconds: float = 0.0  # of kernels that compress, for a byte that is sent
     gathers_ahead: bool = False  # ZeRO-1 gathers beside the next forward, not before it
     reduces_each: bool = False  # in every backward of a step
     to_host_byte_seconds: float = 0.0  # of this rank's part of a gradient; 0: it stays here
@@ -120,20 +122,32 @@ def data_seconds(
     """Return what gathers and reductions add to the seconds of a stage."""
     if not layers or (groups.data.ranks == 1 and not groups.to_host_byte_seconds):
         return NOTHING
-    loads = _loads(layers, groups.gradient_share)
+    loads = _loads(layers, groups.compression)
     shared = _sharded if groups.zero.divides_parameters else _reduced
     waits = (synchronising(one.statistics, groups.data) for one in layers for _ in range(one.count))
     return replace(shared(loads, groups, microbatches), synchronising=sum(waits, NO_WAIT))
 
 
-def _loads(layers: Sequence[Repeated], gradient_share: float) -> tuple[LayerLoad, ...]:
-    """Return the layers one by one, with gradients in the dtype in which they are sent."""
+def _loads(layers: Sequence[Repeated], compression: Compression) -> tuple[LayerLoad, ...]:
+    """Return the layers one by one, with the bytes of their gradients that are sent."""
     return tuple(
         load
         for one in layers
-        for load in (replace(one.load, gradient_bytes=one.load.gradient_bytes * gradient_share),)
-        * one.count
+        for sent in (
+            sent_bytes(one.load.gradient_bytes, one.load.summed_gradient_bytes, compression),
+        )
+        for load in (replace(one.load, gradient_bytes=sent),) * one.count
     )
+
+
+def sent_bytes(gradient_bytes: float, summed_bytes: float, compression: Compression) -> float:
+    """Return the bytes of gradients as they are sent, from those of fp32.
+
+    Gradients that tensor ranks add up (`summed_bytes`) are sent whole if losses are kept: the loss
+    of a partial sum would differ between tensor ranks.
+    """
+    whole = summed_bytes if compression.keeps_lost else 0.0
+    return whole + (gradient_bytes - whole) * compression.share
 
 
 def copy_byte_seconds(rates: Throughput) -> float:
@@ -149,7 +163,8 @@ def _gathering(groups: DataGroups) -> Seconds:
 def _reducing(groups: DataGroups) -> Seconds:
     """Return a function from the bytes of gradients to the seconds of their reduction."""
     parts = groups.shard.ranks if groups.zero.divides_optimizer else 1
-    return _then(_summing(groups), groups.to_host_byte_seconds / groups.gradient_share / parts)
+    copying = groups.to_host_byte_seconds / groups.compression.share / parts
+    return _then(_summing(groups), copying + groups.rounding_byte_seconds)
 
 
 def _then(sending: Seconds, byte_seconds: float) -> Seconds:
@@ -158,15 +173,9 @@ def _then(sending: Seconds, byte_seconds: float) -> Seconds:
 
 
 def _summing(groups: DataGroups) -> Seconds:
-    if not groups.zero.divides_optimizer:
-        return _seconds(Collective.ALL_REDUCE, groups.shard)
-    scatter = _seconds(Collective.REDUCE_SCATTER, groups.shard)
-    if groups.replicas.ranks == 1:
-        return scatter
-    return hierarchical_reduction_seconds(
-        scatter,
-        _seconds(Collective.ALL_REDUCE, groups.replicas),
-        shard_degree=groups.shard.ranks,
+    parts = groups.shard if groups.zero.divides_optimizer else None
+    return summing(
+        _seconds, parts, groups.data if parts is None else groups.replicas, groups.compression
     )
 
 
@@ -209,8 +218,9 @@ def _sharded(loads: Sequence[LayerLoad], groups: DataGroups, microbatches: int) 
 def _reduced(loads: Sequence[LayerLoad], groups: DataGroups, microbatches: int) -> DataSeconds:
     # fully_shard reduces layer by layer
     bucket = 0 if groups.zero.shards_modules else groups.bucket_bytes
+    sent = bucket * groups.compression.share  # buckets are filled with fp32
     slowdown = groups.slowdown if groups.data.ranks > 1 else 0.0  # copies take no multiprocessors
-    backward = bucketed_reduction(loads, _reducing(groups), bucket_bytes=bucket, slowdown=slowdown)
+    backward = bucketed_reduction(loads, _reducing(groups), bucket_bytes=sent, slowdown=slowdown)
     if not groups.zero.shards_modules:
         first = gathers = 0.0
         times = microbatches if groups.reduces_each else 1
@@ -227,7 +237,7 @@ def _reduced(loads: Sequence[LayerLoad], groups: DataGroups, microbatches: int) 
             gathers_alone=gathers,
             reductions_alone=times * backward.communication_seconds,
             gathers=_gathers(loads, bucket) if groups.zero.gathers_updated else 0,
-            reductions=times * _reductions(loads, bucket),
+            reductions=times * _reductions(loads, sent),
         )
     forward = _gathered_ahead(loads, groups)
     gathering = sum(groups.copy_byte_seconds * load.parameter_bytes for load in loads)
@@ -252,7 +262,7 @@ def _gathers(loads: Sequence[LayerLoad], bucket_bytes: int = 0) -> int:
     return len(list(buckets((one.parameter_bytes for one in loads), bucket_bytes)))
 
 
-def _reductions(loads: Sequence[LayerLoad], bucket_bytes: int = 0) -> int:
+def _reductions(loads: Sequence[LayerLoad], bucket_bytes: float = 0) -> int:
     return len(list(buckets((one.gradient_bytes for one in reversed(loads)), bucket_bytes)))
 
 
@@ -346,9 +356,10 @@ def data_groups(
         replicas=groups.replicas,
         zero=arrangement.zero,
         bucket_bytes=arrangement.bucket_bytes,
-        gradient_share=sent_share(arrangement),
+        compression=arrangement.compression,
         slowdown=constants.overlap_slowdown,
         copy_byte_seconds=copy_byte_seconds(groups.slowest_rates(rank)),
+        rounding_byte_seconds=rounding_byte_seconds(arrangement, groups.slowest_rates(rank)),
         gathers_ahead=constants.gathers_ahead,
         reduces_each=arrangement.reduces_each,
         to_host_byte_seconds=to_host_byte_seconds(arrangement, constants, groups.host),
@@ -356,6 +367,7 @@ def data_groups(
     )
 
 
-def sent_share(arrangement: Arrangement) -> float:
-    """Return the fraction of a gradient's bytes that is sent; LayerCost counts fp32."""
-    return 0.5 if arrangement.compressed_gradients else 1.0
+def rounding_byte_seconds(arrangement: Arrangement, rates: Throughput) -> float:
+    """Return the seconds of the kernels that compress, for a byte that is sent."""
+    own = arrangement.compression
+    return own.moved_bytes / (GRADIENT_BYTES * own.share * rates.stream_bytes_per_second)

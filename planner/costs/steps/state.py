@@ -94,12 +94,28 @@ def _lasting_gradient_bytes(size_bytes: int, arrangement: Arrangement) -> int:
     """Return the gradients that are allocated during a forward.
 
     Earlier microbatches left them, or they lie in buckets, which stay allocated. None stay if they
-    go to the host.
+    go to the host. Counts what compression has lost of earlier ones, too.
     """
     is_clear = arrangement.is_one_pass and not arrangement.keeps_buckets
     if is_clear or arrangement.offload.has_states:
         return 0
-    return _part(size_bytes, arrangement.shard, arrangement.divided.reduces_each)
+    lasting = _part(size_bytes, arrangement.shard, arrangement.divided.reduces_each)
+    return lasting + _lost_bytes(size_bytes, arrangement)
+
+
+def _lost_bytes(size_bytes: int, arrangement: Arrangement) -> int:
+    """Return what compression has lost of gradients so far, which a rank keeps.
+
+        its part + a piece of it ÷ the ranks that exchange pieces
+
+    The part is all gradients, or if ZeRO-1 has copies, what is exchanged with them. The piece is of
+    the mean, and is not kept if the rank's optimizer alone needs it.
+    """
+    if not arrangement.compression.keeps_lost:
+        return 0
+    copies = arrangement.data // arrangement.optimizer_ranks
+    own = _part(size_bytes, arrangement.optimizer_ranks, is_divided=copies > 1)
+    return own + _part(own, copies, is_divided=True) * (copies > 1)
 
 
 def _parameter_bytes(size_bytes: int, trainable: int, arrangement: Arrangement) -> int:
@@ -137,10 +153,11 @@ def state_bytes(load: Held, arrangement: Arrangement) -> int:
 
 
 def sent_bucket_bytes(loads: Sequence[Held], arrangement: Arrangement) -> int:
-    """Return the 16-bit copy of a bucket that ZeRO-0 and 1 send."""
-    if not arrangement.compressed_gradients or not arrangement.has_buckets:
+    """Return the compressed copies of a bucket that ZeRO-0 and 1 send."""
+    if not arrangement.has_buckets:
         return 0
-    return min(sum(load.gradient_bytes for load in loads), arrangement.bucket_bytes) // 2
+    bucket = min(sum(load.gradient_bytes for load in loads), arrangement.bucket_bytes)
+    return int(bucket * arrangement.compression.buffer_share)
 
 
 def own_part(gradient_bytes: int, arrangement: Arrangement) -> int:

@@ -16,7 +16,8 @@ from autopar.planner.costs.prediction import (
 from autopar.planner.costs.schedules.simulation import StageSeconds
 from autopar.planner.costs.schedules.table import rank_of
 from autopar.planner.costs.steps.stage_load import RankGroups, StageLoad, summed_seconds
-from autopar.planner.costs.steps.stage_price import DataSeconds
+from autopar.planner.costs.steps.stage_price import DataSeconds, sent_bytes
+from autopar.planner.precision import Compression
 
 _ROUNDING = 1e-12  # of a sum, far smaller than any bubble
 
@@ -203,7 +204,7 @@ def _data_terms(step: StepTerms, busiest: Busiest) -> Iterator[CommunicationTerm
         collective=_reduction(arrangement),
         ranks=arrangement.data,
         count=sum(one.reductions for one in own),
-        payload_bytes=rounds * sum(load.gradient_bytes for load in loads),
+        payload_bytes=rounds * sum(_sent_bytes(load, arrangement) for load in loads),
         seconds=reductions,
         exposed_seconds=min(exposed, reductions + (gathers if is_sharded else 0.0)),
     )
@@ -223,8 +224,22 @@ def _data_terms(step: StepTerms, busiest: Busiest) -> Iterator[CommunicationTerm
 def _reduction(arrangement: Arrangement) -> str:
     if arrangement.data == 1:
         return "copy"
-    scatters = arrangement.zero.divides_optimizer
-    return Collective.REDUCE_SCATTER if scatters else Collective.ALL_REDUCE
+    divides, keeps = arrangement.zero.divides_optimizer, arrangement.compression.keeps_lost
+    if keeps and divides and arrangement.shard == arrangement.data:
+        return Collective.ALL_TO_ALL
+    if keeps:
+        first = f"{Collective.REDUCE_SCATTER}, " if arrangement.optimizer_ranks > 1 else ""
+        return f"{first}{Collective.ALL_TO_ALL}, {Collective.ALL_GATHER}"
+    return Collective.REDUCE_SCATTER if divides else Collective.ALL_REDUCE
+
+
+def _sent_bytes(load: StageLoad, arrangement: Arrangement) -> int:
+    """Return the payload of the sum of a stage's gradients, as it is sent."""
+    compression, shard = arrangement.compression, arrangement.optimizer_ranks
+    sent = sent_bytes(load.gradient_bytes, load.replicated_gradient_bytes, compression)
+    if compression.keeps_lost and 1 < shard < arrangement.data:
+        return round(load.gradient_bytes + sent / shard)
+    return round(sent)
 
 
 def _gather_words(arrangement: Arrangement) -> str:
@@ -237,7 +252,9 @@ def _reduction_words(arrangement: Arrangement) -> str:
     if arrangement.data == 1:
         return "gradients copied to the host"
     copied = ", and copied to the host" if arrangement.offload.has_states else ""
-    return f"gradients summed over the data axis{copied}"
+    own = arrangement.compression
+    sent = f", {own.sums}" if own is not Compression.NONE else ""
+    return f"gradients summed over the data axis{sent}{copied}"
 
 
 def _replicated_term(step: StepTerms, busiest: Busiest, groups: RankGroups) -> CommunicationTerm:

@@ -18,7 +18,7 @@ from autopar.planner.costs.prediction import Arrangement, Compile, Offload, Reco
 from autopar.planner.costs.schedules.table import ScheduleKind
 from autopar.planner.errors import InputError
 from autopar.planner.graph.graph import Graph
-from autopar.planner.precision import Float8, Precision
+from autopar.planner.precision import Compression, Float8, Precision
 
 
 def minimal_conflict(
@@ -203,7 +203,9 @@ class Constraints:
     tokens: int | None = None  # of the whole training
     deadline_seconds: float | None = None
     budget_usd: float | None = None
-    compression: tuple[bool, ...] = (False,)  # of gradients; costs precision, so it must be allowed
+    # of gradients; changes what is learnt, so it must be allowed
+    compression: tuple[Compression, ...] = (Compression.NONE,)
+    allowed: tuple[Compression, ...] = ()  # beside these
     bucket_bytes: tuple[int, ...] = ()
     splits: tuple[SplitRule, ...] = ()
     stages: tuple[StagePin, ...] = ()
@@ -276,9 +278,14 @@ def allows(constraints: Constraints, arrangement: Arrangement) -> bool:
         and constraints.global_batch in (None, arrangement.global_batch)
         and (arrangement.microbatches == 1 or not constraints.one_microbatch)
         and (_steps_once(arrangement) or not constraints.steps_once)
-        and (arrangement.compressed_gradients in constraints.compression or arrangement.data == 1)
+        and (arrangement.compression in compressions(constraints) or arrangement.data == 1)
         and (not buckets or arrangement.bucket_bytes in buckets)
     )
+
+
+def compressions(constraints: Constraints) -> tuple[Compression, ...]:
+    """Return how gradients may be compressed, without repetition."""
+    return tuple(dict.fromkeys((*constraints.compression, *constraints.allowed)))
 
 
 def _steps_once(arrangement: Arrangement) -> bool:

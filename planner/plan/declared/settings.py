@@ -20,7 +20,7 @@ from autopar.planner.plan.declared.constraints import (
     read_deadline,
     read_units,
 )
-from autopar.planner.precision import Float8, Precision, precision_words
+from autopar.planner.precision import Compression, Float8, Precision, precision_words
 
 Chosen = TypeVar("Chosen", bound=Enum)
 _MOST = 10**9  # of rows, ranks: more is a typing error
@@ -153,11 +153,41 @@ def _each(read: Callable[[object, str], Any]) -> Callable[[object, str], tuple[A
     return read_list
 
 
-def _read_compression(value: object, where: str) -> tuple[bool, ...]:
-    meanings = {True: (True,), False: (False,), "either": (False, True)}
+def _read_compression(value: object, where: str) -> tuple[Compression, ...]:
+    names: dict[bool | str, tuple[Compression, ...]] = {one.value: (one,) for one in Compression}
+    whole, half = Compression.NONE, Compression.HALF
+    meanings = {True: (half,), False: (whole,), "either": (whole, half), **names}
     if not isinstance(value, (bool, str)) or value not in meanings:
-        raise InputError(f"{value!r} is no choice", where=where, expected='true, false or "either"')
+        expected = f'true, false, "either" or one of {", ".join(Compression)}'
+        raise InputError(f"{value!r} is no choice", where=where, expected=expected)
     return meanings[value]
+
+
+ALLOWED = tuple(one for one in Compression if one.keeps_lost)
+
+
+def _read_allowed(value: object, where: str) -> tuple[Compression, ...]:
+    """Return what the names in "int8, powersgd" or a list of them stand for."""
+    names = value.split(",") if isinstance(value, str) else value
+    if not isinstance(names, list) or not names:
+        raise InputError(
+            f"{value!r} names nothing to allow", where=where, expected=_allowed_words()
+        )
+    known = {one.value: one for one in ALLOWED}
+    given = [str(name).strip() for name in names]
+    for name in given:
+        if name not in known:
+            raise InputError(
+                f"{name!r} is nothing to allow",
+                where=where,
+                expected=_allowed_words(),
+                fix=nearest(name, known),
+            )
+    return tuple(known[name] for name in given)
+
+
+def _allowed_words() -> str:
+    return f"any of {', '.join(ALLOWED)}"
 
 
 def _read_truth(value: object, where: str) -> bool:
@@ -239,6 +269,12 @@ class DemandOptions(TypedDict, total=False):
         text="what to minimise: step-time (the default), memory, or cost; if given, it also "
         "chooses among --gpus 1,2",
     )]
+    allow: Annotated[str | None, DemandSetting(
+        place="choices.allow", field="allowed", read=_read_allowed,
+        say="{value} allowed", metavar="NAMES", example='["int8"]',
+        text="may be used where it is faster, though it changes what is learnt: int8 (gradients "
+        "are sent in 8 bits)",
+    )]
     samples: Annotated[Figure, DemandSetting(
         place="samples", field="samples", read=read_units,
         say="{value} samples in all", metavar="N", example='"20M"',
@@ -301,7 +337,7 @@ _IN_FILES_ALONE = (
     DemandSetting(
         place="choices.compressed_gradients", field="compression", read=_read_compression,
         say="compressed gradients: {value}", example='"either"',
-        text='sum gradients in 16 bits: true, false (the default) or "either"',
+        text='sum gradients in 16 bits: true, false (the default) or "either"; "int8"',
     ),
     DemandSetting(
         place="choices.microbatch_statistics", field="statistics_apart", read=_read_truth,

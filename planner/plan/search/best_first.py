@@ -5,16 +5,21 @@ search that is stopped early has a result, and one that goes on has a value to b
 
 A node's bound never exceeds the value of a leaf below it. So the first leaf on top is the best one,
 and all waiting nodes are pruned by their bounds. Ties go to the simpler leaf, so nodes come before
-leaves of equal value.
+leaves of equal value. Then the simplest leaf near the best one is found among what is left.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Generic, TypeVar
+
+from autopar.planner.cluster.toml_reading import seconds_text
+from autopar.planner.costs.prediction import Arrangement, Compile
+from autopar.planner.plan.solving.candidate import Candidate, recomputes
+from autopar.planner.precision import Compression
 
 _FAR = 1.25  # times the lowest bound: the search for a first leaf dives to no node above it
 
@@ -156,3 +161,117 @@ def best_first(
         bound=best_possible,
         is_complete=is_complete,
     )
+
+
+Complexity = tuple[int, ...]  # less is simpler
+
+
+def complexity(arrangement: Arrangement, *, recomputes: bool) -> Complexity:
+    """Return how hard a plan is to read and to trust, most important first.
+
+    In this order: how many kinds of parallelism there are; how many of them need printed forwards
+    (pipeline and tensor: data ranks run the model's own forward); the ZeRO level; whether the host
+    has the optimizer; how gradients are compressed; whether a layer is recomputed; whether layers
+    are compiled.
+    """
+    opening = (arrangement.pipeline > 1) + (arrangement.tensor > 1)
+    return (
+        opening + (arrangement.data > 1),
+        opening,
+        arrangement.zero.value,
+        int(arrangement.offload.has_states),
+        [*Compression].index(arrangement.compression),
+        int(recomputes),
+        int(arrangement.compile is Compile.LAYERS),
+    )
+
+
+def complexity_of(candidate: Candidate) -> Complexity:
+    """Return the complexity of a solved plan."""
+    return complexity(candidate.arrangement, recomputes=recomputes(candidate))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Known:
+    """The least seconds of solved plans, by complexity."""
+
+    tolerance: float
+    seconds: Mapping[Complexity, float] = field(default_factory=dict)
+
+    def with_one(self, of: Complexity, seconds: float) -> Known:
+        """Return the record with one more solved plan."""
+        least = min(seconds, self.seconds.get(of, float("inf")))
+        return replace(self, seconds={**self.seconds, of: least})
+
+    @property
+    def fastest(self) -> float:
+        """The least seconds of all."""
+        return min(self.seconds.values(), default=float("inf"))
+
+    def words(self, least_bound: float) -> str:
+        """Return how fast the best plan is so far, and how much a faster one may gain."""
+        if self.fastest == float("inf"):
+            return "searching"
+        left = max(0.0, 1 - least_bound / self.fastest)
+        return f"searching: {seconds_text(self.fastest)} so far, at most {left:.1%} left to gain"
+
+    def to_beat(self, of: Complexity) -> float:
+        """Return the time that a plan must be below to be chosen.
+
+        The plan must be within the tolerance of the fastest, and faster than every plan that is at
+        least as simple.
+        """
+        as_simple = (seconds for known, seconds in self.seconds.items() if known <= of)
+        return min(self.fastest * (1 + self.tolerance), *as_simple, float("inf"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Simplicity(Generic[Item, Leaf]):
+    """The functions that return the complexity of a leaf, and the least complexity below a node."""
+
+    of_leaf: Callable[[Leaf], Complexity]
+    below: Callable[[Item], Complexity]
+
+
+def simplest_leaf(
+    found: Iterable[FoundLeaf[Leaf]],
+    waiting: Iterable[SearchNode[Item]],
+    expand: Callable[[Item], Iterable[SearchNode[Item] | FoundLeaf[Leaf] | Unproved]],
+    simplicity: Simplicity[Item, Leaf],
+    *,
+    within: float,
+    is_late: Callable[[], bool] = lambda: False,
+) -> FoundLeaf[Leaf]:
+    """Return the simplest leaf with a value up to `within`; of equally simple ones, the least.
+
+    Of nodes and leaves, the one with the best possible simplicity is taken first. So the first leaf
+    taken is the answer, and nodes that cannot be simpler are never expanded. If time is up, the
+    simplest leaf found is returned.
+    """
+    numbers = count()
+
+    def entry(
+        one: SearchNode[Item] | FoundLeaf[Leaf], floor: float
+    ) -> Iterator[_Entry[Item, Leaf]]:
+        value = one.value if isinstance(one, FoundLeaf) else max(one.bound, floor)
+        if value > within:  # asked first, because a complexity may need solved layouts
+            return
+        of_leaf, below = simplicity.of_leaf, simplicity.below
+        of = of_leaf(one.leaf) if isinstance(one, FoundLeaf) else below(one.item)
+        yield of, value, one.rank, next(numbers), one
+
+    firsts: tuple[SearchNode[Item] | FoundLeaf[Leaf], ...] = (*found, *waiting)
+    queue = [one for first in firsts for one in entry(first, 0.0)]
+    heapq.heapify(queue)
+    while queue:
+        _, bound, _, _, top = heapq.heappop(queue)
+        if isinstance(top, FoundLeaf):
+            return top
+        if not is_late():
+            children = (one for one in expand(top.item) if not isinstance(one, Unproved))
+            for one in (pushed for child in children for pushed in entry(child, bound)):
+                heapq.heappush(queue, one)
+    raise AssertionError("the fastest is within any tolerance")
+
+
+_Entry = tuple[Complexity, float, tuple[float, ...], int, SearchNode[Item] | FoundLeaf[Leaf]]

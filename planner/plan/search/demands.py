@@ -26,6 +26,7 @@ from autopar.planner.plan.declared.constraints import (
     DEFAULT_MEMORY,
     Constraints,
     Declared,
+    compressions,
     conflict_text,
     constraints_of,
     covers,
@@ -169,7 +170,7 @@ def choices_of(subject: SearchSubject, cluster: Cluster, constraints: Constraint
     return Choices(
         schedules=constraints.schedules,
         zero_levels=constraints.zero_levels,
-        compressed=constraints.compression,
+        compressed=compressions(constraints),
         compiles=tuple(_compiles(cluster, constraints)),
         offloads=tuple(_offloads(cluster, constraints)),
         stages_per_rank=constraints.stages_per_rank,

@@ -27,7 +27,7 @@ from autopar.planner.plan.bounds.bounding import Bounds
 from autopar.planner.plan.declared.constraints import Constraints, Objective, allows
 from autopar.planner.plan.declared.limits import least_rows
 from autopar.planner.plan.plan import BatchFacts
-from autopar.planner.plan.search.simpler import complexity
+from autopar.planner.plan.search.best_first import complexity
 from autopar.planner.plan.search.space import (
     Choices,
     Degrees,
@@ -151,7 +151,7 @@ def families(variants_: Iterable[Arrangement]) -> list[list[Arrangement]]:
     heads: dict[tuple[object, ...], list[Arrangement]] = {}
     families = []
     for one in variants_:
-        pipeline = one.schedule, one.stages_per_rank, one.compressed_gradients
+        pipeline = one.schedule, one.stages_per_rank, one.compression
         head = heads.get(pipeline)
         if one.reduces_each and head is not None:
             head.append(one)

@@ -38,11 +38,17 @@ from autopar.planner.plan.declared.limits import completed, with_batch
 from autopar.planner.plan.plan import Model, Plan
 from autopar.planner.plan.search.assembly import MOST_SHOWN, Counts, assemble, kind_of
 from autopar.planner.plan.search.best_first import (
+    Complexity,
     FoundLeaf,
+    Known,
     Outcome,
     SearchNode,
+    Simplicity,
     Unproved,
     best_first,
+    complexity,
+    complexity_of,
+    simplest_leaf,
 )
 from autopar.planner.plan.search.demands import (
     choices_of,
@@ -62,14 +68,6 @@ from autopar.planner.plan.search.points import (
     Variant,
     families,
     simplicity,
-)
-from autopar.planner.plan.search.simpler import (
-    Complexity,
-    Known,
-    Simplicity,
-    complexity,
-    complexity_of,
-    simplest_leaf,
 )
 from autopar.planner.plan.search.space import Choices
 from autopar.planner.plan.solving.candidate import (

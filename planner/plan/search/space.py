@@ -1,7 +1,7 @@
 """Enumerates the arrangements of a training as a tree: degrees, microbatch, schedule, ZeRO.
 
 The first level has points: degrees, a microbatch, and whether layers are compiled. A point's
-variants differ in schedule, stages per rank, ZeRO level, shard degree, 16-bit sums and offload.
+variants differ in schedule, stages per rank, ZeRO level, shard degree, compression and offload.
 None of these changes layouts or costs inside layers, so variants share them.
 """
 
@@ -24,7 +24,7 @@ from autopar.planner.plan.declared.constraints import (
     minimal_conflict,
 )
 from autopar.planner.plan.plan import BatchFacts
-from autopar.planner.precision import Float8, Precision
+from autopar.planner.precision import Compression, Float8, Precision
 
 Degrees = tuple[int, int, int]  # pipeline, data, tensor
 _MOST_LISTED = 6
@@ -194,7 +194,7 @@ class Choices:
 
     schedules: tuple[ScheduleKind, ...]
     zero_levels: tuple[Zero, ...]
-    compressed: tuple[bool, ...]
+    compressed: tuple[Compression, ...]
     compiles: tuple[Compile, ...]
     offloads: tuple[Offload, ...]
     stages_per_rank: int | None  # pinned
@@ -245,7 +245,7 @@ def simplest(
         stages_per_rank=1,
         zero=Zero.NONE,
         bucket_bytes=DEFAULT_BUCKET_BYTES,
-        compressed_gradients=False,
+        compression=Compression.NONE,
         precision=precision,
         compile=compile_,
         float8=float8,
@@ -256,7 +256,7 @@ def variants(point: Arrangement, choices: Choices) -> Iterator[Arrangement]:
     """Yield the arrangements of a point that torch can run."""
     for schedule, stages_per_rank in pipelines(point, choices):
         for zero, shard in sharding(point, choices):
-            for compressed in choices.compressed if point.data > 1 else (False,):
+            for compression in choices.compressed if point.data > 1 else (Compression.NONE,):
                 for offload in choices.offloads:
                     variant = replace(
                         point,
@@ -264,11 +264,25 @@ def variants(point: Arrangement, choices: Choices) -> Iterator[Arrangement]:
                         stages_per_rank=stages_per_rank,
                         zero=zero,
                         shard=shard,
-                        compressed_gradients=compressed,
+                        compression=compression,
                         offload=offload,
                     )
-                    if not (shards_in_vain(variant) or offloads_in_vain(variant, choices)):
+                    if not (
+                        shards_in_vain(variant)
+                        or offloads_in_vain(variant, choices)
+                        or loses_unkept(variant)
+                    ):
                         yield variant
+
+
+def loses_unkept(arrangement: Arrangement) -> bool:
+    """Whether compression would lose something of gradients that no rank could keep.
+
+    fully_shard and the host's memory take gradients in every backward, and no rank has them whole
+    afterwards. In fp16 the loss scale changes from step to step, and with it what losses mean.
+    """
+    takes_each = arrangement.reduces_each or arrangement.zero.shards_modules
+    return arrangement.compression.keeps_lost and (takes_each or arrangement.precision.scales_loss)
 
 
 def shards_in_vain(arrangement: Arrangement) -> bool:

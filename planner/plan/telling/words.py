@@ -100,7 +100,7 @@ def _parts(arrangement: Arrangement) -> tuple[str, ...]:
         sharding_words(arrangement) if arrangement.data > 1 else "",
         schedule_words(arrangement),
         batch_words(arrangement),
-        "16-bit gradient sums" if arrangement.compressed_gradients else "",
+        arrangement.compression.words,
         compile_words(arrangement),
         offload_words(arrangement),
     )

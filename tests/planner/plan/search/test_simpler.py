@@ -12,16 +12,18 @@ from hypothesis import strategies as st
 
 from autopar.planner.cluster.file import choose_cluster, parse_cluster
 from autopar.planner.costs.prediction import Zero
-from autopar.planner.plan.search.best_first import FoundLeaf, SearchNode, best_first
-from autopar.planner.plan.search.search import Explorer
-from autopar.planner.plan.search.simpler import (
+from autopar.planner.plan.search.best_first import (
     Complexity,
+    FoundLeaf,
     Known,
+    SearchNode,
     Simplicity,
+    best_first,
     complexity,
     complexity_of,
     simplest_leaf,
 )
+from autopar.planner.plan.search.search import Explorer
 from autopar.planner.plan.solving.candidate import Candidate
 from autopar.planner.plan.solving.costing import SearchSubject
 from tests.cells import cells
