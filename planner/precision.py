@@ -81,6 +81,12 @@ class Float8(StrEnum):
         return one
 
 
+class Allowed(StrEnum):
+    """A choice that changes what is learnt: the search makes it only if it is allowed by name."""
+
+    INT8 = "int8"  # a Compression of the same name
+
+
 SCALED_TOGETHER = 256  # gradients in int8 that share a scale, as runtime/data_parallel has them
 
 

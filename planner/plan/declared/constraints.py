@@ -18,7 +18,7 @@ from autopar.planner.costs.prediction import Arrangement, Compile, Offload, Reco
 from autopar.planner.costs.schedules.table import ScheduleKind
 from autopar.planner.errors import InputError
 from autopar.planner.graph.graph import Graph
-from autopar.planner.precision import Compression, Float8, Precision
+from autopar.planner.precision import Allowed, Compression, Float8, Precision
 
 
 def minimal_conflict(
@@ -205,7 +205,7 @@ class Constraints:
     budget_usd: float | None = None
     # of gradients; changes what is learnt, so it must be allowed
     compression: tuple[Compression, ...] = (Compression.NONE,)
-    allowed: tuple[Compression, ...] = ()  # beside these
+    allowed: tuple[Allowed, ...] = ()
     bucket_bytes: tuple[int, ...] = ()
     splits: tuple[SplitRule, ...] = ()
     stages: tuple[StagePin, ...] = ()
@@ -285,7 +285,8 @@ def allows(constraints: Constraints, arrangement: Arrangement) -> bool:
 
 def compressions(constraints: Constraints) -> tuple[Compression, ...]:
     """Return how gradients may be compressed, without repetition."""
-    return tuple(dict.fromkeys((*constraints.compression, *constraints.allowed)))
+    by_name = (one for one in Compression if one.value in constraints.allowed)
+    return tuple(dict.fromkeys((*constraints.compression, *by_name)))
 
 
 def _steps_once(arrangement: Arrangement) -> bool:

@@ -20,7 +20,7 @@ from autopar.planner.plan.declared.constraints import (
     read_deadline,
     read_units,
 )
-from autopar.planner.precision import Compression, Float8, Precision, precision_words
+from autopar.planner.precision import Allowed, Compression, Float8, Precision, precision_words
 
 Chosen = TypeVar("Chosen", bound=Enum)
 _MOST = 10**9  # of rows, ranks: more is a typing error
@@ -163,37 +163,15 @@ def _read_compression(value: object, where: str) -> tuple[Compression, ...]:
     return meanings[value]
 
 
-ALLOWED = tuple(one for one in Compression if one.keeps_lost)
-
-
-def _read_allowed(value: object, where: str) -> tuple[Compression, ...]:
-    """Return what the names in "int8, powersgd" or a list of them stand for."""
-    names = value.split(",") if isinstance(value, str) else value
-    if not isinstance(names, list) or not names:
-        raise InputError(
-            f"{value!r} names nothing to allow", where=where, expected=_allowed_words()
-        )
-    known = {one.value: one for one in ALLOWED}
-    given = [str(name).strip() for name in names]
-    for name in given:
-        if name not in known:
-            raise InputError(
-                f"{name!r} is nothing to allow",
-                where=where,
-                expected=_allowed_words(),
-                fix=nearest(name, known),
-            )
-    return tuple(known[name] for name in given)
-
-
-def _allowed_words() -> str:
-    return f"any of {', '.join(ALLOWED)}"
-
-
 def _read_truth(value: object, where: str) -> bool:
     if not isinstance(value, bool):
         raise InputError(f"{value!r} is no choice", where=where, expected="true or false")
     return value
+
+
+def _read_allowed(value: object, where: str) -> tuple[Allowed, ...]:
+    names = value.split(",") if isinstance(value, str) else [value]
+    return tuple(read_name(one, where, Allowed) for one in names)
 
 
 def _read_bucket(value: object, where: str) -> int:
@@ -238,6 +216,12 @@ class DemandOptions(TypedDict, total=False):
         text="optimizer: gradients and optimizer states are in host memory, and the CPU does the "
         "step; none; default: whichever plan is better",
     )]
+    allow: Annotated[str | None, DemandSetting(
+        place="choices.allow", field="allowed", read=_read_allowed,
+        say="allowed: {value}", metavar="WHAT", example='"int8"',
+        text="choices that change what is learnt, which the search then weighs, with commas: "
+        f"{', '.join(Allowed)}",
+    )]
     max_tp: Annotated[int | None, DemandSetting(
         place="limits.tp", field="max_tensor", read=read_count,
         say="at most tp={value}", metavar="N", example="8",
@@ -268,12 +252,6 @@ class DemandOptions(TypedDict, total=False):
         say="objective {value}", metavar="WHAT", example='"step-time"',
         text="what to minimise: step-time (the default), memory, or cost; if given, it also "
         "chooses among --gpus 1,2",
-    )]
-    allow: Annotated[str | None, DemandSetting(
-        place="choices.allow", field="allowed", read=_read_allowed,
-        say="{value} allowed", metavar="NAMES", example='["int8"]',
-        text="may be used where it is faster, though it changes what is learnt: int8 (gradients "
-        "are sent in 8 bits)",
     )]
     samples: Annotated[Figure, DemandSetting(
         place="samples", field="samples", read=read_units,

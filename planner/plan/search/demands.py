@@ -289,6 +289,12 @@ def _expected(conflict: Sequence[Declared], *, layers: int, shared: Sequence[str
             f"{whole} with zero bubble: backwards in halves keep parameters and gradients whole "
             "until the last microbatch"
         )
+    sent = compressions(chosen)
+    if all(one.keeps_lost for one in sent):
+        return (
+            f"ZeRO 0 or 1, bf16 or fp32, and no offloading with gradients {sent[0].sums}: a rank "
+            "keeps what rounding has lost of all its gradients, which it sends once in a step"
+        )
     if splits and chosen.compile is Compile.LAYERS:
         return "a schedule whose backwards are whole: those of compiled layers cannot be halved"
     if _is_about_stages(conflict) or shared:

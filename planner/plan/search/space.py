@@ -356,8 +356,11 @@ def sharding(point: Arrangement, choices: Choices) -> Iterator[tuple[Zero, int]]
     """Yield ZeRO levels with their shard degree: all data ranks, or those of a node (HSDP).
 
     In a pipeline, ZeRO-2 would scatter gradients for every microbatch and free less memory than
-    ZeRO-3, and HSDP would shard over too few ranks: both are left out unless demanded.
+    ZeRO-3, and HSDP would shard over too few ranks: both are left out unless demanded. ZeRO-1 is
+    tried with a copy in each node if compressed gradients may be exchanged: only sums of a node
+    cross the network then.
     """
+    exchanges = any(one.keeps_lost for one in choices.compressed)
     inside = choices.node_devices // point.tensor
     is_plain = point.pipeline == 1 or len(choices.zero_levels) == 1 or choices.shard is not None
     for zero in choices.zero_levels:
@@ -369,7 +372,7 @@ def sharding(point: Arrangement, choices: Choices) -> Iterator[tuple[Zero, int]]
             degrees = {point.data}
             if (
                 is_plain
-                and zero.shards_modules
+                and (zero.shards_modules or exchanges)
                 and 1 < inside < point.data
                 and point.data % inside == 0
             ):
