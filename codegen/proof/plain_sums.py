@@ -27,6 +27,7 @@ from autopar.runtime.tensor.shards import Chunks, whole
 from autopar.runtime.tensor.slices import cut
 
 _BLOCK, _LARGEST = 256, 127  # elements of a block, and the largest int8
+_RANK = 4  # columns of thin matrices
 _NEAR = 1e-9  # of the gradients' norm
 
 
@@ -42,6 +43,7 @@ class SentSums:
     microbatches: int
     together: int  # data ranks whose sum is compressed: those of one copy, if there are copies
     gathers: bool  # the mean is compressed, too, and gathered
+    is_low_rank: bool  # by PowerSGD, not in int8
     # the parameters, with the shards of them that tensor ranks hold
     shards: tuple[tuple[str, tuple[Chunks, ...]], ...]
 
@@ -59,12 +61,16 @@ def sent_sums(plan: Plan) -> SentSums | None:
     arranged = plan.arrangement
     if not arranged.compression.keeps_lost:
         return None
-    copies = arranged.data // arranged.optimizer_ranks
+    copies, is_low_rank = (
+        arranged.data // arranged.optimizer_ranks,
+        arranged.compression.is_low_rank,
+    )
     return SentSums(
         rows=arranged.rows or (arranged.microbatch,) * arranged.data,
         microbatches=arranged.microbatches,
-        together=arranged.optimizer_ranks if copies > 1 else 1,
+        together=arranged.optimizer_ranks if copies > 1 and not is_low_rank else 1,
         gathers=copies > 1,
+        is_low_rank=is_low_rank,
         shards=tuple(_shards(plan, infer_axes(plan.graph))),
     )
 
@@ -119,6 +125,7 @@ class SentGradients:
     sums: SentSums | None
     _lost: dict[tuple[str, int, int], Tensor] = field(default_factory=dict)
     _lost_of_means: dict[tuple[str, int], Tensor] = field(default_factory=dict)
+    _bases: dict[tuple[str, int], Tensor] = field(default_factory=dict)  # of PowerSGD
 
     def backward(
         self, model: nn.Module, loss_of: Callable[[Mapping[str, Tensor]], Tensor],
@@ -134,8 +141,9 @@ class SentGradients:
             for name, shards in self.sums.shards:
                 if name in every:
                     scaled = [share * one[name] for share, one in zip(shares, by_rank, strict=True)]
+                    average = self._project if self.sums.is_low_rank else self._average
                     for number, chunks in enumerate(shards):
-                        self._average(every[name], chunks, scaled, (name, number))
+                        average(every[name], chunks, scaled, (name, number))
         return loss
 
     def _by_rank(
@@ -165,6 +173,43 @@ class SentGradients:
         if self.sums.gathers:
             mean, self._lost_of_means[key] = _rounded(mean, self._lost_of_means.get(key))
         _write(gradient, chunks, mean)
+
+    def _project(
+        self, gradient: Tensor, chunks: Chunks, by_rank: Sequence[Tensor], key: tuple[str, int]
+    ) -> None:
+        """Replace the elements of a shard by the product of two thin matrices, if it is one."""
+        rows = chunks.local_shape[0] if len(chunks.local_shape) > 1 else 0
+        columns = chunks.elements // rows if rows else 0
+        if not rows or 2 * _RANK * (rows + columns) > rows * columns:
+            return
+        own = [_read(one, chunks).view(rows, columns) for one in by_rank]
+        own = [one + self._lost.get((*key, n), one * 0) for n, one in enumerate(own)]
+        basis = _orthonormal(self._bases.get(key, _wave(columns, gradient)))
+        product = _orthonormal(torch.stack([one @ basis for one in own]).sum(0))
+        for n, one in enumerate(own):
+            self._lost[*key, n] = one - product @ (product.T @ one)
+        self._bases[key] = torch.stack([one.T @ product for one in own]).sum(0)
+        _write(gradient, chunks, (product @ self._bases[key].T).flatten())
+
+
+def _wave(rows: int, like: Tensor) -> Tensor:
+    """Return a matrix with the cosines of the products of row and column, both counted from 1."""
+    first = torch.arange(1, rows + 1, dtype=like.dtype)
+    return torch.cos(first[:, None] * torch.arange(1, _RANK + 1, dtype=like.dtype))
+
+
+def _orthonormal(matrix: Tensor) -> Tensor:
+    """Make columns orthonormal one by one; those that are nearly none give way to a wave."""
+    columns: list[Tensor] = []
+    for own, wave in zip(matrix.T, _wave(len(matrix), matrix).T, strict=True):
+        for candidate in (own, wave):
+            left = candidate
+            for one in columns * 2:  # twice, against rounding errors
+                left = left - one * (one @ left)
+            if candidate is wave or left.norm() > 1e-6 * matrix.norm():
+                columns.append(left / left.norm())
+                break
+    return torch.stack(columns, dim=1)
 
 
 def _taken(model: nn.Module, *, keeps: bool) -> dict[str, Tensor]:

@@ -280,6 +280,7 @@ class LayerCost:
     # gradients of R parameters: all-reduced over the tensor axis once per step
     replicated_gradient_bytes: int
     measured_seconds: float  # the measured part of forward and backward; the rest is by formula
+    thin_gradient_bytes: int = 0  # of the other gradients, as PowerSGD sends them
     trainable_tensors: int = 0  # tensors that contain the trainable elements
     # rise above saved_bytes in the backward of an op with weights, for the op that needs most with
     # its weight's gradient; negative if later ops have freed more

@@ -16,13 +16,14 @@ from torch.optim import Optimizer
 
 from autopar.runtime.checkpointing.owners import (
     LocalPart,
+    NamedTensor,
     Stepped,
     named_tensors,
     parts_of,
     parts_of_span,
     weights_held,
 )
-from autopar.runtime.data_parallel.buckets import MEAN, Bucket
+from autopar.runtime.data_parallel.buckets import MEAN, Bucket, gradient_dtype
 from autopar.runtime.data_parallel.wrapping import buckets_of
 from autopar.runtime.optimizer.pieces import ParameterPiece
 from autopar.runtime.ranks.refusal import refuse
@@ -61,6 +62,7 @@ def set_random_states(states: Mapping[str, Tensor], device: torch.device) -> Non
 
 
 WEIGHT, STATE = "weight/", "state/"
+BASIS = "basis/"  # of PowerSGD
 LOST = "lost/"  # of gradients, by compression; then whose, and the parameter
 _PLAIN = (bool, int, float, type(None))
 
@@ -147,6 +149,15 @@ def lost_held(parts: Sequence[nn.Module]) -> Iterator[LocalPart]:
                 of = names[id(bucket.parameters[span.place])]
                 key = f"{LOST}{whose}/{of.names[0]}"
                 yield from parts_of_span(span, key, of.chunks, span.of(flat, first))
+        for parameter, basis in zip(bucket.parameters, bucket.feedback.bases, strict=False):
+            of = names[id(parameter)]
+            yield LocalPart(key=_basis_key(of), chunks=whole(tuple(basis.shape)), tensor=basis)
+
+
+def _basis_key(of: NamedTensor) -> str:
+    """Return the key of the matrix with which PowerSGD goes on for a rank's shard."""
+    shard = "" if of.chunks == whole(of.chunks.global_shape) else f" {of.chunks.ranges}"
+    return f"{BASIS}{of.names[0]}{shard}"
 
 
 class TensorReader(Protocol):
@@ -168,10 +179,12 @@ def restore_lost(reader: TensorReader, parts: Sequence[nn.Module]) -> str | None
     """
     stored = {one.removeprefix(LOST).partition("/")[0] for one in reader.keys if is_lost(one)}
     before = len(stored - {MEAN})
+    for bucket in (one for part in parts for one in _buckets(part)):
+        _restore_bases(reader, bucket, parts)
     losers = max((one.allocate_lost() for part in parts for one in _buckets(part)), default=0)
     if not (before and losers):
         return "what compressed gradients have lost is dropped" if before else None
-    held = list(lost_held(parts))
+    held = [one for one in lost_held(parts) if is_lost(one.key)]
     has_mean = any(one.key.startswith(f"{LOST}{MEAN}/") for one in held)
     is_same = before == losers and has_mean == (MEAN in stored)
     for part in held:
@@ -186,6 +199,19 @@ def restore_lost(reader: TensorReader, parts: Sequence[nn.Module]) -> str | None
     if is_same:
         return None
     return f"what {before} ranks have lost of compressed gradients is shared out among {losers}"
+
+
+def _restore_bases(reader: TensorReader, bucket: Bucket, parts: Sequence[nn.Module]) -> None:
+    """Restore the bases of a bucket; under another split of its matrices they begin anew."""
+    assert bucket.compressor is not None
+    names = {id(one.place.tensor): one for one in named_tensors(parts)}
+    bucket.feedback.bases = bucket.compressor.first_bases(
+        bucket.parameters, gradient_dtype(bucket.parameters[0])
+    )
+    for parameter, basis in zip(bucket.parameters, bucket.feedback.bases, strict=False):
+        key = _basis_key(names[id(parameter)])
+        if key in reader.keys:
+            reader.fill(key, whole(tuple(basis.shape)), basis)
 
 
 def is_lost(key: str) -> bool:

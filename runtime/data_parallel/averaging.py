@@ -11,7 +11,7 @@ up a piece does the same with what rounding the mean lost (`Feedback.mean`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
@@ -24,7 +24,8 @@ from torch import Tensor
 from autopar.runtime.ranks.mesh import Axis
 from autopar.runtime.ranks.transport import ComingPart, ComingSum, started_gather
 
-NOTHING, HALF, INT8 = "none", "half", "int8"  # how gradients are sent: the planner's names
+# how gradients are sent: the planner's names
+NOTHING, HALF, INT8, POWERSGD = "none", "half", "int8", "powersgd"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +118,7 @@ class Feedback:
 
     own: Tensor | None = None
     mean: Tensor | None = None
+    bases: tuple[Tensor, ...] = ()  # PowerSGD's Q of each matrix, from the last step
 
     def rounded(self, x: Tensor, *, is_mean: bool = False) -> Tensor:
         """Add what was lost to a tensor, in place; return its packed blocks, and keep the loss."""
@@ -144,12 +146,148 @@ class Compressor:
         """The stream on which gradients are rounded; None on a CPU."""
         return torch.cuda.Stream(self._device) if self._device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
-    def started(self, flat: Tensor, averaging: Averaging, feedback: Feedback) -> ComingCompressed:
-        """Start to add up a flat tensor over all ranks."""
-        return ComingCompressed(_summed(flat, averaging, feedback), self.stream)
+    def takes(self, parameter: Tensor) -> bool:
+        """Whether a parameter's gradient is compressed; others are sent whole."""
+        del parameter
+        return True
+
+    def started(
+        self, flat: Tensor, views: Sequence[Tensor], averaging: Averaging, feedback: Feedback
+    ) -> ComingCompressed:
+        """Start to add up a flat tensor over all ranks; `views` are the gradients in it."""
+        return ComingCompressed(self.summed(flat, views, averaging, feedback), self.stream)
+
+    def summed(
+        self, flat: Tensor, views: Sequence[Tensor], averaging: Averaging, feedback: Feedback
+    ) -> Iterator[Tensor]:
+        """Replace this rank's part of a flat tensor by the sum over all ranks.
+
+        Yields the part at each wait. With copies (`replica`), only the messages between copies are
+        compressed: these cross nodes.
+        """
+        del views
+        return _summed_as_int8(flat, averaging, feedback)
+
+    def first_bases(self, parameters: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """Return the matrices with which PowerSGD begins; int8 has none."""
+        del parameters, dtype
+        return ()
+
+    def loser(self, averaging: Averaging) -> tuple[int, int]:
+        """Return this rank's number among those that lose something, and how many these are."""
+        one = averaging.replica if averaging.replica.size > 1 else averaging.shard
+        return one.rank, one.size
+
+    def lost_sizes(self, elements: int, averaging: Averaging) -> tuple[int, int]:
+        """Return how many elements of a bucket are lost by a rank itself, and of the mean."""
+        copies = averaging.replica.size
+        own = elements // (averaging.shard.size if copies > 1 else 1)
+        return own, own // copies if copies > 1 else 0
 
 
-COMPRESSORS = MappingProxyType({INT8: Compressor})  # by how gradients are sent
+class LowRank(Compressor):
+    """Sends matrices as products of two thin ones, P·Qᵀ (PowerSGD, Vogels et al. 2019).
+
+    A step takes Q of the step before: P = M·Q is summed and made orthonormal, Q = Mᵀ·P is summed.
+    Each rank keeps what P·Pᵀ leaves of its own matrix. All ranks get the whole sum.
+    """
+
+    align = 1
+
+    def takes(self, parameter: Tensor) -> bool:
+        """Whether the thin matrices have at most half of the parameter's elements."""
+        rows = len(parameter) if parameter.dim() > 1 else 0
+        return rows > 0 and is_thin(rows, parameter.numel() // rows)
+
+    def summed(
+        self, flat: Tensor, views: Sequence[Tensor], averaging: Averaging, feedback: Feedback
+    ) -> Iterator[Tensor]:
+        """Replace a flat tensor by the sum over all ranks; yield this rank's part at each wait."""
+        part = flat.view(averaging.shard.size, -1)[averaging.shard.rank]
+        if feedback.own is None:
+            feedback.own = torch.zeros_like(flat)
+        flat.add_(feedback.own)
+        matrices = [one.view(len(one), -1) for one in views]
+        bases = tuple(map(orthonormal, feedback.bases or self.first_bases(matrices, flat.dtype)))
+        products = [one @ basis for one, basis in zip(matrices, bases, strict=True)]
+        sums = products
+        for sums in _sums(products, averaging):  # noqa: B007
+            yield part
+        products = [orthonormal(one) for one in sums]
+        own = [one.T @ product for one, product in zip(matrices, products, strict=True)]
+        for one, product, basis in zip(matrices, products, own, strict=True):
+            one.sub_(product @ basis.T)
+        feedback.own.copy_(flat)
+        for sums in _sums(own, averaging):  # noqa: B007
+            yield part
+        feedback.bases = tuple(one.clone() for one in sums)
+        for one, product, basis in zip(matrices, products, sums, strict=True):
+            one.copy_(product @ basis.T)
+        yield part
+
+    def first_bases(self, parameters: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """Return the matrices with which PowerSGD begins, one for each parameter."""
+        return tuple(first_basis(one.numel() // len(one), one.device, dtype) for one in parameters)
+
+    def loser(self, averaging: Averaging) -> tuple[int, int]:
+        """Return this rank's number among those that lose something, and how many these are."""
+        shard, replica = averaging.shard, averaging.replica
+        return replica.rank * shard.size + shard.rank, averaging.ranks
+
+    def lost_sizes(self, elements: int, averaging: Averaging) -> tuple[int, int]:
+        """Return how many elements of a bucket are lost by a rank itself, and of the mean."""
+        del averaging
+        return elements, 0
+
+
+RANK = 4  # columns of the thin matrices
+_LEAST_COLUMN = 1e-6  # of the norm of all columns: a shorter one is rounding error
+
+
+def is_thin(rows: int, columns: int) -> bool:
+    """Whether two matrices of RANK columns have at most half of the elements of a matrix."""
+    return 2 * RANK * (rows + columns) <= rows * columns
+
+
+def first_basis(rows: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Return a matrix of RANK columns without a pattern that a gradient could have."""
+    numbers = torch.arange(1, rows + 1, dtype=torch.float64)
+    return torch.cos(torch.outer(numbers, numbers[:RANK])).to(device, dtype)
+
+
+def orthonormal(matrix: Tensor) -> Tensor:
+    """Make columns orthonormal, in order.
+
+    Of a column in the space of those before it only rounding errors are left; it is replaced by one
+    of `first_basis`. So equal inputs give equal results, up to their last digits.
+    """
+    least = _LEAST_COLUMN * matrix.norm()
+    other = first_basis(len(matrix), matrix.device, matrix.dtype)
+    made = matrix.new_zeros(matrix.shape)
+    for number in range(RANK):
+        both = torch.stack((matrix[:, number], other[:, number]), dim=1)
+        for _ in range(2):  # once leaves rounding errors
+            both = both - made @ (made.T @ both)
+        lengths = both.norm(dim=0)
+        both = both / lengths.clamp_min(torch.finfo(both.dtype).tiny)
+        made[:, number] = torch.where(lengths[0] > least, both[:, 0], both[:, 1])
+    return made
+
+
+def _sums(tensors: Sequence[Tensor], averaging: Averaging) -> Iterator[list[Tensor]]:
+    """Add tensors up over all ranks in one message for each axis; yield them at each wait."""
+    flat = torch.cat([one.reshape(-1) for one in tensors])
+    sums = flat.split([one.numel() for one in tensors])  # type: ignore[no-untyped-call]
+    shaped = [one.view(like.shape) for one, like in zip(sums, tensors, strict=True)]
+    for axis in (averaging.shard, averaging.replica):
+        if axis.size > 1:
+            coming = ComingSum(flat, axis)
+            yield shaped
+            coming.value()
+    yield shaped
+
+
+COMPRESSORS = MappingProxyType({INT8: Compressor, POWERSGD: LowRank})  # by how gradients are sent
 
 
 class ComingCompressed:
@@ -181,11 +319,7 @@ class ComingCompressed:
         return self._part
 
 
-def _summed(flat: Tensor, averaging: Averaging, feedback: Feedback) -> Iterator[Tensor]:
-    """Replace this rank's part of a flat tensor by the sum over all ranks; yield it at each wait.
-
-    With copies (`replica`), only the messages between copies are compressed: these cross nodes.
-    """
+def _summed_as_int8(flat: Tensor, averaging: Averaging, feedback: Feedback) -> Iterator[Tensor]:
     shard, replica = averaging.shard, averaging.replica
     part = flat.view(shard.size, -1)[shard.rank]
     if replica.size == 1:

@@ -190,7 +190,7 @@ class Bucket:
         if compressor is None:
             self.coming = ComingMean(buffer, averaging)
         else:
-            self.coming = compressor.started(buffer, averaging, self.feedback)
+            self.coming = compressor.started(buffer, self.views, averaging, self.feedback)
 
     def _take_over(self) -> None:
         """With a `link`, use the gradient of a bucket's only parameter as the bucket's buffer."""
@@ -287,25 +287,26 @@ class Bucket:
         """Yield what compression has lost: of whom, its elements, and the place of the first."""
         if self.compressor is None:
             return
-        replica, mean = self.averaging.replica, self.feedback.mean
-        exchanging, first = self.shard, 0
-        if replica.size > 1:
-            exchanging, first = replica, self.shard.rank * self.elements // self.shard.size
-        if self.feedback.own is not None:
-            yield str(exchanging.rank), self.feedback.own, first
+        own, mean = self.feedback.own, self.feedback.mean
+        if own is None:
+            return
+        number, _ = self.compressor.loser(self.averaging)
+        is_part = own.numel() < self.elements
+        first = is_part * self.shard.rank * self.elements // self.shard.size
+        yield str(number), own, first
         if mean is not None:
-            yield MEAN, mean, first + exchanging.rank * mean.numel()
+            yield MEAN, mean, first + number * mean.numel()
 
     def allocate_lost(self) -> int:
         """Allocate what compression loses, before a first step; return the number of losers."""
         if self.compressor is None:
             return 0
-        first, copies = self.parameters[0], self.averaging.replica.size
-        own = self.elements // (self.shard.size if copies > 1 else 1)
+        first = self.parameters[0]
+        own, mean = self.compressor.lost_sizes(self.elements, self.averaging)
         zeros = partial(torch.zeros, dtype=gradient_dtype(first), device=first.device)
         self.feedback.own = zeros(own)
-        self.feedback.mean = zeros(own // copies) if copies > 1 else None
-        return copies if copies > 1 else self.shard.size
+        self.feedback.mean = zeros(mean) if mean else None
+        return self.compressor.loser(self.averaging)[1]
 
     def _await(self) -> None:
         if self.home is not None and self._reached:

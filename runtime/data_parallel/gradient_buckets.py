@@ -76,13 +76,9 @@ class GradientBuckets:
         order = {id(parameter): n for n, parameter in enumerate(reversed(self.trainable.values()))}
         buckets = (
             bucket
-            for group, is_apart in _groups(self.trainable, self._apart)
+            for group, compressor in self._groups()
             for bucket in buckets_of_size(
-                group[::-1],
-                self._bucket_bytes,
-                self.averaging,
-                self.link,
-                None if is_apart else self.compressor,
+                group[::-1], self._bucket_bytes, self.averaging, self.link, compressor
             )
         )
         self.buckets = tuple(sorted(buckets, key=lambda one: order[id(one.parameters[-1])]))
@@ -90,6 +86,23 @@ class GradientBuckets:
             for place in range(len(bucket.parameters)):
                 self._watch(bucket, place)
         self._reset()
+
+    def _groups(self) -> Iterator[tuple[list[nn.Parameter], Compressor | None]]:
+        """Yield the parameters in groups that share no bucket, and what compresses them.
+
+        Parameters that are named in no entry of `apart` form the last groups.
+        """
+        left, compressor = dict(self.trainable), self.compressor
+        for names in self._apart:
+            taken = [name for name in left if is_listed(name, names)]
+            if taken:
+                yield [left.pop(name) for name in taken], None
+        if compressor is not None:
+            taken = [name for name, one in left.items() if compressor.takes(one)]
+            if taken:
+                yield [left.pop(name) for name in taken], compressor
+        if left:
+            yield list(left.values()), None
 
     def narrow(self) -> dict[int, Tensor]:
         """Cast the trainable parameters to `half`.
@@ -172,19 +185,3 @@ class GradientBuckets:
         self._finish_is_queued = False
         for bucket in self.buckets:
             bucket.missing = len(bucket.parameters)
-
-
-def _groups(
-    parameters: Mapping[str, nn.Parameter], apart: Sequence[Collection[str]]
-) -> Iterator[tuple[list[nn.Parameter], bool]]:
-    """Yield the parameters in groups that share no bucket, and whether they are named in `apart`.
-
-    Parameters that are not named form the last group.
-    """
-    left = dict(parameters)
-    for names in apart:
-        taken = [name for name in left if is_listed(name, names)]
-        if taken:
-            yield [left.pop(name) for name in taken], True
-    if left:
-        yield list(left.values()), False

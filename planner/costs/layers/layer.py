@@ -254,6 +254,7 @@ def _cost(
         gradient_bytes=held.gradient_bytes,
         optimizer_bytes=held.optimizer_bytes,
         replicated_gradient_bytes=held.replicated_gradient_bytes,
+        thin_gradient_bytes=held.thin_gradient_bytes,
         measured_seconds=_measured(flow, again.ops),
         statistics=Statistics(
             norms=tuple(_channels(flow, flow.ops)),

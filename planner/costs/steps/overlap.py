@@ -33,6 +33,7 @@ class LayerLoad:
     parameter_bytes: float
     gradient_bytes: float
     summed_gradient_bytes: float = 0.0  # of these, what tensor ranks add up: never compressed
+    thin_gradient_bytes: float = 0.0  # of the others, as PowerSGD sends them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,8 +79,12 @@ def summing(
     Each rank of `parts` gets a part of the sum, by a reduce-scatter. Then the ranks of `copies` add
     up the same part, by an all-reduce. If losses are kept, an all-to-all and an all-gather take the
     place of the all-reduce, and without copies, an all-to-all that of the reduce-scatter. With
-    copies the reduce-scatter sends fp32.
+    copies the reduce-scatter sends fp32. The sum of thin matrices is not divided.
     """
+    if compression.is_low_rank:
+        first = () if parts is None else (timed(Collective.ALL_REDUCE, parts),)
+        sums = (*first, timed(Collective.ALL_REDUCE, copies))
+        return lambda size: sum(one(size) for one in sums)
     parts = None if parts is None or parts.ranks == 1 else parts
     if parts is not None and copies.ranks == 1:
         keeps = compression.keeps_lost

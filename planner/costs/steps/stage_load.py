@@ -64,6 +64,7 @@ class StageLoad:
     gradient_bytes: int
     optimizer_bytes: int
     replicated_gradient_bytes: int
+    thin_gradient_bytes: int
     deferred_bytes: int
     works: tuple[LayerWork, ...]  # in the order of the layers
     layers: tuple[Repeated, ...]
@@ -151,6 +152,7 @@ def _load(cost: LayerCost) -> LayerLoad:
         parameter_bytes=cost.parameter_bytes,
         gradient_bytes=cost.gradient_bytes,
         summed_gradient_bytes=cost.replicated_gradient_bytes,
+        thin_gradient_bytes=cost.thin_gradient_bytes,
     )
 
 

@@ -71,7 +71,6 @@ class DataGroups:
     compression: Compression
     slowdown: float
     copy_byte_seconds: float  # of copying between communication buffers and parameters
-    rounding_byte_seconds: float = 0.0  # of kernels that compress, for a byte that is sent
     gathers_ahead: bool = False  # ZeRO-1 gathers beside the next forward, not before it
     reduces_each: bool = False  # in every backward of a step
     to_host_byte_seconds: float = 0.0  # of this rank's part of a gradient; 0: it stays here
@@ -133,19 +132,27 @@ def _loads(layers: Sequence[Repeated], compression: Compression) -> tuple[LayerL
     return tuple(
         load
         for one in layers
+        for own in (one.load,)
         for sent in (
-            sent_bytes(one.load.gradient_bytes, one.load.summed_gradient_bytes, compression),
+            sent_bytes(
+                own.gradient_bytes, own.summed_gradient_bytes, own.thin_gradient_bytes, compression
+            ),
         )
-        for load in (replace(one.load, gradient_bytes=sent),) * one.count
+        for load in (replace(own, gradient_bytes=sent),) * one.count
     )
 
 
-def sent_bytes(gradient_bytes: float, summed_bytes: float, compression: Compression) -> float:
+def sent_bytes(
+    gradient_bytes: float, summed_bytes: float, thin_bytes: float, compression: Compression
+) -> float:
     """Return the bytes of gradients as they are sent, from those of fp32.
 
-    Gradients that tensor ranks add up (`summed_bytes`) are sent whole if losses are kept: the loss
-    of a partial sum would differ between tensor ranks.
+    By PowerSGD, `thin_bytes` are sent of all but `summed_bytes`. Gradients that tensor ranks add up
+    (`summed_bytes`) are sent whole if losses are kept: the loss of a partial sum would differ
+    between tensor ranks.
     """
+    if compression.is_low_rank:
+        return summed_bytes + thin_bytes
     whole = summed_bytes if compression.keeps_lost else 0.0
     return whole + (gradient_bytes - whole) * compression.share
 
@@ -163,8 +170,8 @@ def _gathering(groups: DataGroups) -> Seconds:
 def _reducing(groups: DataGroups) -> Seconds:
     """Return a function from the bytes of gradients to the seconds of their reduction."""
     parts = groups.shard.ranks if groups.zero.divides_optimizer else 1
-    copying = groups.to_host_byte_seconds / groups.compression.share / parts
-    return _then(_summing(groups), copying + groups.rounding_byte_seconds)
+    share = groups.compression.share or 1.0  # nothing lossy is copied to the host
+    return _then(_summing(groups), groups.to_host_byte_seconds / share / parts)
 
 
 def _then(sending: Seconds, byte_seconds: float) -> Seconds:
@@ -311,6 +318,7 @@ def stage_price(
         ),
         transfer_seconds=groups.transfer_seconds(load.output_bytes) if is_pipeline else 0.0,
         reduction_seconds=data.last_backward
+        + max(compressing_seconds(load, arrangement, rates) for rates in devices)
         + summed_seconds(groups.tensor, load.replicated_gradient_bytes),
         optimizer_seconds=_optimizer_seconds(load, devices, groups, arrangement, constants),
     )
@@ -359,7 +367,6 @@ def data_groups(
         compression=arrangement.compression,
         slowdown=constants.overlap_slowdown,
         copy_byte_seconds=copy_byte_seconds(groups.slowest_rates(rank)),
-        rounding_byte_seconds=rounding_byte_seconds(arrangement, groups.slowest_rates(rank)),
         gathers_ahead=constants.gathers_ahead,
         reduces_each=arrangement.reduces_each,
         to_host_byte_seconds=to_host_byte_seconds(arrangement, constants, groups.host),
@@ -367,7 +374,8 @@ def data_groups(
     )
 
 
-def rounding_byte_seconds(arrangement: Arrangement, rates: Throughput) -> float:
-    """Return the seconds of the kernels that compress, for a byte that is sent."""
-    own = arrangement.compression
-    return own.moved_bytes / (GRADIENT_BYTES * own.share * rates.stream_bytes_per_second)
+def compressing_seconds(load: StageLoad, arrangement: Arrangement, rates: Throughput) -> float:
+    """Return the seconds of the kernels that compress a stage's gradients, once in a step."""
+    elements = (load.gradient_bytes - load.replicated_gradient_bytes) / GRADIENT_BYTES
+    moved = elements * arrangement.compression.moved_bytes * (arrangement.data > 1)
+    return moved / rates.stream_bytes_per_second

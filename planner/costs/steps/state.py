@@ -109,10 +109,12 @@ def _lost_bytes(size_bytes: int, arrangement: Arrangement) -> int:
         its part + a piece of it ÷ the ranks that exchange pieces
 
     The part is all gradients, or if ZeRO-1 has copies, what is exchanged with them. The piece is of
-    the mean, and is not kept if the rank's optimizer alone needs it.
+    the mean, and is not kept if the rank's optimizer alone needs it. By PowerSGD, the part is all.
     """
     if not arrangement.compression.keeps_lost:
         return 0
+    if arrangement.compression.is_low_rank:
+        return size_bytes
     copies = arrangement.data // arrangement.optimizer_ranks
     own = _part(size_bytes, arrangement.optimizer_ranks, is_divided=copies > 1)
     return own + _part(own, copies, is_divided=True) * (copies > 1)

@@ -225,6 +225,8 @@ def _reduction(arrangement: Arrangement) -> str:
     if arrangement.data == 1:
         return "copy"
     divides, keeps = arrangement.zero.divides_optimizer, arrangement.compression.keeps_lost
+    if arrangement.compression.is_low_rank:
+        return Collective.ALL_REDUCE
     if keeps and divides and arrangement.shard == arrangement.data:
         return Collective.ALL_TO_ALL
     if keeps:
@@ -236,8 +238,9 @@ def _reduction(arrangement: Arrangement) -> str:
 def _sent_bytes(load: StageLoad, arrangement: Arrangement) -> int:
     """Return the payload of the sum of a stage's gradients, as it is sent."""
     compression, shard = arrangement.compression, arrangement.optimizer_ranks
-    sent = sent_bytes(load.gradient_bytes, load.replicated_gradient_bytes, compression)
-    if compression.keeps_lost and 1 < shard < arrangement.data:
+    summed, thin = load.replicated_gradient_bytes, load.thin_gradient_bytes
+    sent = sent_bytes(load.gradient_bytes, summed, thin, compression)
+    if compression.keeps_lost and not compression.is_low_rank and 1 < shard < arrangement.data:
         return round(load.gradient_bytes + sent / shard)
     return round(sent)
 

@@ -360,7 +360,7 @@ def sharding(point: Arrangement, choices: Choices) -> Iterator[tuple[Zero, int]]
     tried with a copy in each node if compressed gradients may be exchanged: only sums of a node
     cross the network then.
     """
-    exchanges = any(one.keeps_lost for one in choices.compressed)
+    exchanges = any(one.keeps_lost and not one.is_low_rank for one in choices.compressed)
     inside = choices.node_devices // point.tensor
     is_plain = point.pipeline == 1 or len(choices.zero_levels) == 1 or choices.shard is not None
     for zero in choices.zero_levels:

@@ -60,7 +60,7 @@ def averaged_alone(flat: Tensor) -> tuple[Tensor, Tensor]:
     wrap(model, mesh, compute_dtype=None)
     made = COMPRESSORS[INT8](mesh.device)
     lost = Feedback()
-    found = made.started(flat.clone(), Averaging(shard=ALONE, replica=ALONE), lost).value()
+    found = made.started(flat.clone(), (), Averaging(shard=ALONE, replica=ALONE), lost).value()
     assert lost.own is not None
     return found, lost.own
 
@@ -117,7 +117,7 @@ def test_bytes_on_the_wire_are_a_quarter_and_the_scales(
     zero: int, shard: int | None, expected: dict[str, int]
 ) -> None:
     assert run_on_ranks(sent_by, 4, zero, shard, INT8)[0] == expected
-    assert sent_bytes(8 * ELEMENTS, 0, Compression.INT8) == SMALL  # as it is priced
+    assert sent_bytes(8 * ELEMENTS, 0, 0, Compression.INT8) == SMALL  # as it is priced
     (whole,) = {sum(one.values()) for one in run_on_ranks(sent_by, 4, 0, None, NOTHING)}
     assert whole == 8 * ELEMENTS
 

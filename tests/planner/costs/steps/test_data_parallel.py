@@ -75,9 +75,9 @@ def test_with_copies_only_messages_between_copies_are_compressed() -> None:
 
 
 def test_what_tensor_ranks_add_up_is_sent_whole() -> None:
-    assert sent_bytes(1024, 0, Compression.INT8) == 260
-    assert sent_bytes(1024 + 512, 512, Compression.INT8) == 512 + 260
-    assert sent_bytes(1024, 512, Compression.HALF) == 512
+    assert sent_bytes(1024, 0, 0, Compression.INT8) == 260
+    assert sent_bytes(1024 + 512, 512, 0, Compression.INT8) == 512 + 260
+    assert sent_bytes(1024, 512, 0, Compression.HALF) == 512
 
 
 def test_published_frameworks_gather_beside_the_forward_all_but_the_first_layer() -> None:
