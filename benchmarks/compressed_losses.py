@@ -1,6 +1,6 @@
 """Trains zoo models with compressed gradients and without, and writes their losses.
 
-`python -m benchmarks.compressed_losses [STEPS]` takes minutes on two idle CPU cores. The script of each
+`python -m benchmarks.compressed_losses [STEPS]` takes minutes on two idle cores. The script of each
 model trains it on two data ranks, with the model file's dataset, optimizer and schedule.
 """
 
