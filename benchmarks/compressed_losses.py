@@ -1,7 +1,7 @@
 """Trains zoo models with compressed gradients and without, and writes their losses.
 
-`python -m benchmarks.compressed_losses [STEPS]` takes a few minutes on two idle CPU cores. The script
-of each model trains it on two data ranks, with the model file's dataset, optimizer and schedule.
+`python -m benchmarks.compressed_losses [STEPS]` takes minutes on two idle cores. The script of each
+model trains it on two data ranks, with the model file's dataset, optimizer and schedule.
 """
 
 from __future__ import annotations

@@ -187,7 +187,8 @@ def wrap(
     keep their dtypes, except those in `half_buffers`.
 
     compress: how gradients are sent. "half": in 16 bits. "int8": in 8 bits, and what rounding loses
-    is added to the next gradients; those of parameters in `apart` are sent whole.
+    is added to the next gradients; those of parameters in `apart` are sent whole. "powersgd": so,
+    but matrices are sent as products of thin ones, and other parameters whole.
 
     offload: reduced gradients go to the host's memory in every backward, and the optimizer has its
     copy of the parameters and its states there. zero 2 and 3 gather parameters from there.

@@ -37,17 +37,20 @@ def plan(kind: str, compression: Compression) -> Plan:
     return pinned_plan("gpt2.py", ("layers=2", "dropout=0.0"), compression=(compression,), **pins)
 
 
+@pytest.mark.parametrize(
+    ("kind", "compression"), [("copies", Compression.INT8), ("zero-1", Compression.POWERSGD)]
+)
 def test_a_training_that_compresses_goes_on_to_the_bit_and_under_other_plans(
-    tmp_path: Path,
+    kind: str, compression: Compression, tmp_path: Path
 ) -> None:
-    first = plan("copies", Compression.INT8)
+    first = plan(kind, compression)
     every = ("--checkpoint-every", "2", *checkpoints(tmp_path))
     expected = trained(first, tmp_path, 4, *every)
     weights = load_file(exported(tmp_path))
     again = ("--resume", str(kept_in(tmp_path, 2)), "--checkpoint")
     assert trained(first, tmp_path, 4, *again, str(tmp_path / "same")) == expected[2:]
     assert apart(load_file(exported(tmp_path)), weights) == 0
-    for other in (plan("tp", Compression.INT8), plan("dp", Compression.NONE)):
+    for other in (plan("tp", compression), plan("dp", Compression.NONE)):
         losses = trained(
             other, tmp_path, 4, *again, str(tmp_path / f"other {other.arrangement.tensor}")
         )

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.planner.costs.steps.stage_price import sent_bytes
-from autopar.planner.precision import SCALED_TOGETHER, Compression
+from autopar.planner.precision import SCALED_TOGETHER, Compression, thin_bytes
 from autopar.runtime.checkpointing.states import lost_held, restore_lost
 from autopar.runtime.data_parallel.averaging import (
     BLOCK,
@@ -19,8 +19,11 @@ from autopar.runtime.data_parallel.averaging import (
     HALF,
     INT8,
     NOTHING,
+    POWERSGD,
+    RANK,
     Averaging,
     Feedback,
+    orthonormal,
     packed,
     unpacked,
 )
@@ -42,6 +45,38 @@ def test_rounding_is_off_by_half_a_step_at_most() -> None:
     assert made.view(3, -1).abs().amax(1).tolist() == pytest.approx(
         x.view(3, -1).abs().amax(1).tolist()
     )
+
+
+def test_columns_are_made_orthonormal_and_noise_is_replaced() -> None:
+    wide = torch.randn(50, RANK, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    alike = wide.clone()
+    alike[:, 2] = alike[:, 0] - 3 * alike[:, 1] + 1e-15 * wide[:, 2]  # nothing but rounding errors
+    noisy = alike.clone()
+    noisy[:, 2] -= 1e-15 * wide[:, 3]
+    for matrix in (wide, alike, torch.zeros_like(wide)):
+        made = orthonormal(matrix)
+        assert torch.allclose(made.T @ made, torch.eye(RANK, dtype=torch.float64), atol=1e-12)
+        assert torch.allclose(made @ (made.T @ matrix), matrix, atol=1e-12)
+    assert torch.allclose(orthonormal(noisy), orthonormal(alike), atol=1e-9)
+
+
+def test_a_matrix_of_low_rank_is_sent_as_it_is_and_others_lose_what_is_kept() -> None:
+    compressor, feedback = COMPRESSORS[POWERSGD](torch.device("cpu")), Feedback()
+    generator = torch.Generator().manual_seed(1)
+    thin = torch.randn(40, 3, generator=generator) @ torch.randn(3, 30, generator=generator)
+    flat = thin.flatten().clone()
+    alone = Averaging(shard=ALONE, replica=ALONE)
+    found = compressor.started(flat, [flat.view(40, 30)], alone, feedback).value()
+    assert torch.allclose(found.view(40, 30), thin, atol=1e-4)
+    whole = torch.randn(40, 30, generator=generator)
+    given, sent = torch.zeros(1200), torch.zeros(1200)
+    for _ in range(60):  # what is lost in one step is sent in later ones
+        flat = whole.flatten().clone()
+        given += flat
+        sent += compressor.started(flat, [flat.view(40, 30)], alone, feedback).value()
+    assert feedback.own is not None
+    assert torch.allclose(sent + feedback.own, given, atol=1e-2)
+    assert float((sent - given).norm() / given.norm()) < 0.2
 
 
 @pytest.mark.parametrize("wrong", [torch.inf, -torch.inf, torch.nan])
@@ -66,6 +101,12 @@ def averaged_alone(flat: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def test_both_sides_have_the_same_kinds_and_blocks() -> None:
+    compressor = COMPRESSORS[POWERSGD](torch.device("cpu"))
+    for rows, columns in ((64, 64), (10, 10**4), (20, 12), (16, 16), (16, 17)):
+        elements = rows * columns
+        sent = 4 * RANK * (rows + columns)
+        is_taken = compressor.takes(torch.empty(rows, columns))
+        assert thin_bytes(rows, elements) == (sent if is_taken else 4 * elements)
     assert SCALED_TOGETHER == BLOCK
     assert {one.value for one in Compression if one.keeps_lost} == set(COMPRESSORS)
     assert {one.value for one in Compression} == {NOTHING, HALF, *COMPRESSORS}
