@@ -54,7 +54,9 @@ def test_a_training_that_compresses_goes_on_to_the_bit_and_under_other_plans(
         losses = trained(
             other, tmp_path, 4, *again, str(tmp_path / f"other {other.arrangement.tensor}")
         )
-        assert losses == pytest.approx(expected[2:], rel=1e-3)
+        assert losses[0] == pytest.approx(expected[2], rel=1e-5)  # of the same weights
+        if not compression.is_low_rank:  # other steps of PowerSGD differ from whole gradients
+            assert losses == pytest.approx(expected[2:], rel=1e-3)
 
 
 SENT = {Zero.NONE: ("alltoall_base", "allgather_base"), Zero.OPTIMIZER: ("alltoall_base",)}
