@@ -82,7 +82,8 @@ def test_scripts_send_as_many_bytes_as_are_priced(
     found = dry_run(made, tmp_path, rank=1).collectives
     for kind in kinds:
         sent = sum(one["bytes"] * one["count"] for one in found if one["kind"] == kind)
-        assert sent == pytest.approx(priced.payload_bytes, rel=1e-3)
+        padding = 2 * 4 * 260  # each of two buckets ends with less than a block for each rank
+        assert priced.payload_bytes <= sent < priced.payload_bytes + padding
 
 
 EVERY = [(kind, one) for kind in KINDS for one in LOSSY]
