@@ -29,6 +29,7 @@ from autopar.planner.plan.search.search import Explorer
 from autopar.planner.plan.solving.candidate import Candidate
 from autopar.planner.plan.solving.costing import SearchSubject
 from autopar.planner.plan.telling.words import arrangement_words, recompute_words
+from autopar.planner.precision import Compression
 from autopar.planner.trace import trace
 from benchmarks.validate import zoo_folder
 from benchmarks.validation.machines import cluster_of
@@ -134,7 +135,7 @@ def compared(row: Row, most_seconds: float) -> Compared:
     explorer = Explorer(subject, cluster, constraints)
     modes = frozenset({settings.remade.recompute, settings.remade.second})
     bucket = explorer.judge.demands.bucket_bytes[0]
-    arrangement = replace(settings.arrangement, bucket_bytes=bucket, compressed_gradients=False)
+    arrangement = replace(settings.arrangement, bucket_bytes=bucket, compression=Compression.NONE)
     if arrangement.zero.value == 0:
         arrangement = replace(arrangement, shard=arrangement.data)
     explorer, published, limit_bytes = _published(explorer, arrangement, modes)

@@ -81,6 +81,68 @@ class Float8(StrEnum):
         return one
 
 
+class Allowed(StrEnum):
+    """A choice that changes what is learnt: the search makes it only if it is allowed by name."""
+
+    LOCAL_STEPS = "local-steps"
+    INT8, POWERSGD = "int8", "powersgd"  # a Compression of the same name
+
+
+SCALED_TOGETHER = 256  # gradients in int8 that share a scale, as runtime/data_parallel has them
+
+
+class Compression(StrEnum):
+    """How gradients are sent where data ranks average them; it changes what is learnt."""
+
+    _value_: str
+    share: float  # of the bytes of fp32 that are sent
+    # What is lost on the way is added to the next gradients. So each rank keeps it, and gradients
+    # are averaged once in a step, in buckets.
+    keeps_lost: bool
+    buffer_share: float  # of a bucket in fp32: the memory of what is sent, and of rounding
+    moved_bytes: int  # for each element, by kernels that round
+    is_low_rank: bool  # matrices are sent as products of thin ones
+    words: str  # of a plan
+    sums: str  # in a list of differences
+
+    # name, share, keeps what is lost, buffer share, bytes moved, is low rank, words, sums
+    NONE = "none", 1.0, False, 0.0, 0, False, "", "in 32 bits"
+    HALF = "half", 0.5, False, 0.5, 0, False, "16-bit gradient sums", "in 16 bits"
+    # A block has a scale of 4 bytes. Kernels read and write for an element: the sum with what was
+    # lost (12), the largest element (4), steps (24), int8 (5), floats again (13), what is lost now
+    # (12). The pieces of all ranks are added up (17), and the mean is unpacked (13).
+    INT8 = (
+        *("int8", (SCALED_TOGETHER + 4) / (4 * SCALED_TOGETHER), True, 1.5, 100),
+        *(False, "int8 gradient sums", "in 8 bits"),
+    )
+    # How much is sent depends on the sizes of matrices (`thin_bytes`). Products of thin matrices
+    # are bound by memory. Kernels read and write for an element: the sum with what was lost (12),
+    # both products (8), what is lost now (12 + 8), the sum (12).
+    POWERSGD = "powersgd", 0.0, True, 0.5, 52, True, "PowerSGD gradient sums", "by PowerSGD"
+
+    def __new__(cls, name: str, *row: Any) -> Self:
+        """Return a way of sending gradients with the columns of its row."""
+        one = str.__new__(cls, name)
+        one._value_ = name
+        one.share, one.keeps_lost, one.buffer_share, one.moved_bytes, *others = row
+        one.is_low_rank, one.words, one.sums = others
+        return one
+
+
+_RANK = 4  # of PowerSGD
+
+
+def thin_bytes(rows: int, elements: int) -> int:
+    """Return the fp32 bytes that PowerSGD sends of a gradient with this first dim.
+
+    A matrix becomes two of 4 columns, unless these have more than half of its elements.
+    """
+    columns = elements // rows if rows else 0
+    thin = _RANK * (rows + columns)
+    is_thin = columns > 1 and 2 * thin <= elements
+    return GRADIENT_BYTES * (thin if is_thin else elements)
+
+
 FLOAT8_UNITS = "fp8"  # the dtype of the units that compute float8 products
 FLOAT8_MULTIPLE = 16  # both sizes of a weight must be multiples: float8 kernels take no others
 
@@ -123,12 +185,6 @@ def item_bytes(dtype: str, precision: Precision) -> int:
 def optimizer_bytes(precision: Precision, moments: float) -> float:
     """Return an optimizer's bytes per element: fp32 moments, and for 16 bits a master weight."""
     return 4 * (moments + precision.is_half)
-
-
-class Allowed(StrEnum):
-    """A choice that changes what is learnt: the search makes it only if it is allowed by name."""
-
-    LOCAL_STEPS = "local-steps"
 
 
 LOCAL_STEPS = 64  # between two outer steps, where no other number is declared

@@ -217,7 +217,8 @@ def _plan_text(row: _PlanRow) -> Text:
     one = row.arrangement
     first = [degrees_words(one), sharding_words(one) if one.data > 1 else "", schedule_words(one)]
     again = "" if row.recompute == "none" else f"recompute {row.recompute}"
-    second = [batch_words(one), again, local_words(one), compile_words(one), offload_words(one)]
+    second = [batch_words(one), one.compression.words, again, local_words(one)]
+    second += [compile_words(one), offload_words(one)]
     lines = [", ".join(part for part in line if part) for line in (first, second)]
     text = Text("\n".join(lines))
     if row.difference:

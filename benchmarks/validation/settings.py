@@ -26,7 +26,7 @@ from types import MappingProxyType
 from autopar.planner.costs.prediction import Arrangement, Recompute, Zero
 from autopar.planner.costs.schedules.table import ScheduleKind
 from autopar.planner.errors import InputError
-from autopar.planner.precision import Float8, Precision
+from autopar.planner.precision import Compression, Float8, Precision
 from benchmarks.validation.practice import Attention, Practice
 from benchmarks.validation.table import Row, stated
 
@@ -126,7 +126,7 @@ def settings_of(row: Row) -> Settings:
         stages_per_rank=stated(row.vpp) if is_interleaved else 1,
         zero=zero,
         bucket_bytes=USUAL_BUCKET if _overlaps(row) else WHOLE_BUCKET,
-        compressed_gradients=bool(_PURE.search(row.notes)),
+        compression=Compression.HALF if _PURE.search(row.notes) else Compression.NONE,
         precision=Precision.BF16,
     )
     return Settings(

@@ -17,7 +17,7 @@ from autopar.codegen.launch.tool_facts import (
 from autopar.planner.costs.prediction import Arrangement, Compile, Recompute, Zero
 from autopar.planner.errors import InputError
 from autopar.planner.plan.telling.words import CLIP_NORM, degrees_words, sharding_words
-from autopar.planner.precision import Precision
+from autopar.planner.precision import Compression, Precision
 
 _ONCE_A_STEP, _GATHERED, _GATHERED_EACH_PASS = Zero(1), Zero(2), Zero(3)
 
@@ -185,7 +185,9 @@ def deepspeed_sections(facts: ToolFacts, mode: Recompute) -> Mapping[str, Sequen
         "gradient_accumulation_steps": chosen.microbatches,
         "gradient_clipping": CLIP_NORM,
         "communication_data_type": (
-            chosen.precision.value if chosen.compressed_gradients else Precision.FP32.value
+            chosen.precision.value
+            if chosen.compression is Compression.HALF
+            else Precision.FP32.value
         ),
     }
     stage = chosen.zero.value if facts.shard > 1 else 0

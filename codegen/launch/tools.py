@@ -29,7 +29,7 @@ from autopar.codegen.launch.tool_facts import (
 from autopar.codegen.launch.views import LaunchFile, rendered
 from autopar.planner.costs.prediction import Arrangement, Compile, Recompute
 from autopar.planner.costs.schedules.table import ScheduleKind
-from autopar.planner.precision import Float8, Precision
+from autopar.planner.precision import Compression, Float8, Precision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,8 +250,8 @@ def _titan_notes(facts: ToolFacts) -> Iterator[str]:
         )
     if chosen.tensor > 1 and not facts.splits_sequence:
         yield "torchtitan 0.2 always splits sequences between blocks; the plan and 0.3 do not"
-    if chosen.compressed_gradients:
-        yield "the plan reduces gradients in 16 bits, torchtitan in 32"
+    if (own := chosen.compression) is not Compression.NONE:
+        yield f"the plan sums gradients {own.sums}, torchtitan in 32"
     if chosen.precision.scales_loss or chosen.precision.products:
         yield f"torchtitan has no {chosen.precision.value}; the nearest is float32"
 
@@ -272,7 +272,7 @@ def _megatron_sections(facts: ToolFacts, mode: Recompute) -> Mapping[str, Sequen
         "global-batch-size": chosen.microbatch * chosen.microbatches * chosen.data,
         "sequence-parallel": chosen.tensor > 1 and facts.splits_sequence,
         **half_flags(chosen.precision),
-        "grad-reduce-in-bf16": chosen.compressed_gradients,
+        "grad-reduce-in-bf16": chosen.compression is Compression.HALF,
         "overlap-grad-reduce": chosen.data > 1,
     }
     if chosen.pipeline > 1:

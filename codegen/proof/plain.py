@@ -12,6 +12,7 @@ import inspect
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count, islice
 from typing import Any, TypeAlias
 
@@ -34,6 +35,7 @@ from autopar.codegen.proof.exactness import (
     wide_copies,
     wide_copy,
 )
+from autopar.codegen.proof.plain_sums import SentGradients, SentSums, sent_sums
 from autopar.codegen.proof.replicas import (
     STEPS_COMPARED,
     LocalSteps,
@@ -140,6 +142,7 @@ class Task:
     float8_layers: tuple[str, ...] = ()
     device: str = "cpu"
     local: LocalSteps | None = None
+    sums: SentSums | None = None  # if the plan's data ranks lose something of gradients they send
 
 
 def task_of(
@@ -160,6 +163,7 @@ def task_of(
         scaling=float8.value,
         float8_layers=() if float8 is Float8.NONE else _float8_layers(plan.graph),
         local=local_steps(plan) if plan.arrangement.is_local else None,
+        sums=sent_sums(plan),
     )
 
 
@@ -298,6 +302,7 @@ class _Replica:
         self.initial = wide_copies(all_tensors(self.model))
         self.optimizer = optimizer_of(file, self.model, task)
         self.scheduler = scheduler_of(file, self.optimizer, task, steps=all_steps(task.steps))
+        self.sent = SentGradients(task.sums)
         self.norms: list[float] = []
         self.gradients: dict[str, Tensor] = {}
 
@@ -305,8 +310,8 @@ class _Replica:
         """Take a step, and return the weighted loss."""
         dtype: torch.dtype = getattr(torch, self.task.dtype)
         with ExactMode(dtype):
-            loss = loss_of(self.model, self.file, cast_batch(batch, dtype), self.task) * weight
-            loss.backward()  # type: ignore[no-untyped-call]
+            weighted = partial(self._weighted, weight)
+            loss = self.sent.backward(self.model, weighted, cast_batch(batch, dtype))
         self.norms.append(_clipped(self.model, self.task, len(self.norms) + 1))
         self.gradients = self.gradients or _gradients(self.model)
         self.optimizer.step()
@@ -314,6 +319,9 @@ class _Replica:
         if self.scheduler is not None:
             self.scheduler.step()
         return loss.item()
+
+    def _weighted(self, weight: float, batch: Batch) -> Tensor:
+        return loss_of(self.model, self.file, batch, self.task) * weight
 
 
 def train_alone(task: Task) -> TrainedAlone:

@@ -41,6 +41,7 @@ from autopar.codegen.proof.exactness import (
 from autopar.codegen.proof.replicas import STEPS_COMPARED
 from autopar.runtime import optimizer
 from autopar.runtime.checkpointing.owners import local_weights, named_tensors
+from autopar.runtime.data_parallel.averaging import NOTHING
 from autopar.runtime.optimizer import gradients
 from autopar.runtime.optimizer.gradients import local_gradients
 from autopar.runtime.optimizer.pieces import local_tensor
@@ -104,8 +105,13 @@ class StepRecorder:
         return tuple(faults)
 
 
-def run_script(path: str, arguments: Sequence[str], *, limit: float | None = 1.0) -> RankTrained:
-    """Run a script's main; `limit` is its setting of the clipping norm."""
+def run_script(
+    path: str, arguments: Sequence[str], *, limit: float | None = 1.0, compresses: bool = True
+) -> RankTrained:
+    """Run a script's main; `limit` is its setting of the clipping norm.
+
+    If `compresses` is false, gradients are sent whole, whatever the script's setting is.
+    """
     rank = int(os.environ.get("RANK", "0"))
     steps = int(dict(pairwise(arguments))["--steps"])
     watched = StepRecorder(steps, gradients.clip_by_global_norm, rank)
@@ -116,6 +122,8 @@ def run_script(path: str, arguments: Sequence[str], *, limit: float | None = 1.0
         script: Any = imported(Path(path))
     if hasattr(script, "SYNC_EVERY"):
         script.SYNC_EVERY = STEPS_COMPARED
+    if not compresses:
+        script.COMPRESS = NOTHING
     dtype = getattr(torch, dict(pairwise(arguments)).get("--dtype", script.DTYPE))
     script.train_step = watched.stepped(script.train_step, dtype)
     if hasattr(script, "valid_targets"):  # absent if the loss has no targets to count
@@ -234,6 +242,7 @@ class Job:
     patience_seconds: float  # how long a script may hang
     clip_norm: float | None
     exact: Sequence[str]  # arguments of the float64 training
+    compresses: bool = True  # gradients in it, if the script does
     in_half: Sequence[str] = ()  # arguments of the 16-bit training, if there is one
 
     def left(self, kind: str, rank: int) -> Path:
@@ -244,7 +253,7 @@ class Job:
 def main(script: str, job_file: str) -> None:
     """Run a job's trainings of a script as this torchrun rank, each in a fresh fork."""
     job: Job = pickle.loads(Path(job_file).read_bytes())
-    exact = partial(run_script, script, job.exact, limit=job.clip_norm)
+    exact = partial(run_script, script, job.exact, limit=job.clip_norm, compresses=job.compresses)
     _run_in_new_process(exact, job, "exact")
     if job.in_half:
         _run_in_new_process(partial(run_as_it_is, script, job.in_half), job, "half")

@@ -19,8 +19,9 @@ from autopar.codegen.emit import script_text
 from autopar.codegen.proof.comparison import TrainingComparison, compared, compared_in_half
 from autopar.codegen.proof.draws import AxisSizes
 from autopar.codegen.proof.exactness import failure_of
-from autopar.codegen.proof.plain import Task, task_of, train_alone
+from autopar.codegen.proof.plain import Task, TrainedAlone, task_of, train_alone
 from autopar.codegen.proof.plain_half import PlainHalf, train_in_half
+from autopar.codegen.proof.plain_sums import RowsMeetError
 from autopar.codegen.proof.pretended_device import device_draw_faults
 from autopar.codegen.proof.replicas import STEPS_COMPARED
 from autopar.codegen.proof.script_rank import Job
@@ -212,7 +213,7 @@ def verify(
         local = replace(local, rate=rates["rate"], momentum=rates["momentum"])
         task = replace(task, steps=steps, local=local)
     begun = time.monotonic()
-    expected = train_alone(task)
+    expected, not_compressed = _trained_alone(task, plan)
     half, notes = _trained_in_half(plan, task, half_steps)
     ranks = plan.arrangement.ranks
     patience = LEAST_PATIENCE + SLOWER * ranks * (time.monotonic() - begun)
@@ -222,12 +223,22 @@ def verify(
     kinds = {"exact": _options(steps, "float64")}
     if half is not None:
         kinds["half"] = _options(half_steps, half[0].dtype)
-    found = _trained_by_script(script, ranks, kinds, patience=patience, settings=settings)
+    compresses = not not_compressed
+    found = _trained_by_script(
+        script, ranks, kinds, patience=patience, settings=settings, compresses=compresses
+    )
     comparison = compared(found["exact"], expected, axes_of(plan))
     if half is not None:
         comparison = replace(comparison, half=compared_in_half(found["half"], *half))
     faults, more = _draws_again(plan, script) if expected.draws else ((), ())
-    notes = (*notes, *_float8_notes(plan), *_local_notes(plan), *not_compiled, *more)
+    notes = (
+        *notes,
+        *_notes_on_types(plan),
+        *_local_notes(plan),
+        *not_compressed,
+        *not_compiled,
+        *more,
+    )
     return replace(comparison, faults=(*comparison.faults, *faults), notes=notes)
 
 
@@ -240,8 +251,23 @@ def _local_notes(plan: Plan) -> Iterator[str]:
         )
 
 
-def _float8_notes(plan: Plan) -> Iterator[str]:
-    """Yield a note on which of the compared trainings multiply in float8."""
+def _trained_alone(task: Task, plan: Plan) -> tuple[TrainedAlone, tuple[str, ...]]:
+    """Train in one process; return a note if it cannot compress gradients as the plan does."""
+    try:
+        return train_alone(task), ()
+    except RowsMeetError:
+        sums = plan.arrangement.compression.sums
+        note = (
+            f"gradients are summed as they are, not {sums}: rows of a data rank depend on others', "
+            "so one process cannot tell each rank's gradients"
+        )
+        return train_alone(replace(task, sums=None)), (note,)
+
+
+def _notes_on_types(plan: Plan) -> Iterator[str]:
+    """Yield notes on which of the compared trainings multiply in float8, or compress gradients."""
+    if plan.arrangement.compression.keeps_lost and plan.arrangement.precision.is_half:
+        yield f"nothing is compared in {plan.arrangement.precision} with compressed gradients"
     if plan.arrangement.float8 is not Float8.NONE:
         yield f"products are in float8 beside {plan.arrangement.precision}, and not beside float64"
 
@@ -267,7 +293,7 @@ def has_cpp_compiler() -> bool:
 
 def steps_in_half(plan: Plan, asked: int, steps: int) -> int:
     """Return the number of steps to compare in 16 bits: fewer than requested if they are slow."""
-    if not plan.arrangement.precision.is_half:
+    if not plan.arrangement.precision.is_half or plan.arrangement.compression.keeps_lost:
         return 0
     return min(asked, max(steps, MANY_FLOPS // plan.step_flops))
 
@@ -339,6 +365,7 @@ def _trained_by_script(
     *,
     patience: float,
     settings: Mapping[str, str],
+    compresses: bool,
 ) -> dict[str, list[Any]]:
     """Return each rank's results of each kind of training."""
     with TemporaryDirectory(prefix="autopar-verify-") as name:
@@ -346,6 +373,7 @@ def _trained_by_script(
             folder=Path(name),
             patience_seconds=patience,
             clip_norm=script.clip_norm,
+            compresses=compresses,
             exact=kinds["exact"],
             in_half=kinds.get("half", ()),
         )

@@ -38,6 +38,7 @@ from autopar.planner.plan.telling.words import (
     units_per_second,
     zero_meaning,
 )
+from autopar.planner.precision import Compression
 from autopar.planner.rules.rule import OpKind
 from autopar.planner.rules.table import kind_of
 from autopar.runtime.ranks.user_code import CPU_BY_FORMULA
@@ -214,8 +215,9 @@ def _data_parallel(arranged: Arrangement) -> Iterator[ScriptSetting]:
     elif has_copies(arranged):
         shared = "data ranks that share one copy of what ZERO divides"
         yield ScriptSetting("SHARD", literal(arranged.shard), shared)
-    if arranged.compressed_gradients:
-        yield ScriptSetting("COMPRESS", literal(True), "gradients are sent in 16 bits")
+    if (own := arranged.compression) is not Compression.NONE:
+        kept = "; what is lost is added to the next ones" if own.keeps_lost else ""
+        yield ScriptSetting("COMPRESS", literal(own.value), f"gradients are sent {own.sums}{kept}")
 
 
 def has_copies(arranged: Arrangement) -> bool:

@@ -315,7 +315,7 @@ def _wrap_arguments(plan: Plan) -> Iterator[str]:
         yield "bucket_bytes=BUCKET_BYTES"
     if arranged.zero.shards_modules:
         yield f"units=submodules({part}, LAYERS)"
-    if arranged.compressed_gradients and arranged.data > 1:
+    if arranged.compression.words and arranged.data > 1:
         yield "compress=COMPRESS"
     if arranged.offload.has_states:
         yield "offload=OFFLOAD"
@@ -390,8 +390,8 @@ def _outer(plan: Plan) -> Source:
 
 def _wrapping(plan: Plan, tables: ScriptTables) -> Source:
     """Return the call of wrap; `apart` names parameters whose gradients other axes sum, too."""
-    arguments, before = [*_wrap_arguments(plan)], ""
-    if plan.arrangement.zero.gathers_updated and plan.arrangement.shard > 1:
+    arguments, before, own = [*_wrap_arguments(plan)], "", plan.arrangement
+    if own.compression.keeps_lost or (own.zero.gathers_updated and own.shard > 1):
         if tables.ties:
             before = "tied = [tie.names for tie in TIES]\n    "
             arguments.append("apart=[*tied, REPLICATED]" if tables.replicated else "apart=tied")

@@ -24,7 +24,7 @@ from autopar.planner.files import (
     SomeSeconds,
 )
 from autopar.planner.graph.ops import Op
-from autopar.planner.precision import Float8, Kernels, Outer, Precision
+from autopar.planner.precision import Compression, Float8, Kernels, Outer, Precision
 
 
 class Provenance(StrEnum):
@@ -182,7 +182,7 @@ class Arrangement:
     stages_per_rank: Degree
     zero: Zero
     bucket_bytes: SomeBytes
-    compressed_gradients: bool  # reduced in 16 bits
+    compression: Compression  # of the gradients that data ranks send
     precision: Precision
     compile: Compile = Compile.NONE
     float8: Float8 = Float8.NONE  # of the linear layers inside compiled layers
@@ -220,10 +220,7 @@ class Arrangement:
 
     @property
     def reduces_each(self) -> bool:
-        """Whether every backward of a step sends gradients, not the last alone.
-
-        A device without memory for its optimizer has none for sums of gradients either.
-        """
+        """Whether every backward of a step sends gradients: the device has no room for sums."""
         return self.zero.reduces_each or self.offload.has_states
 
     @property
@@ -284,6 +281,7 @@ class LayerCost:
     optimizer_bytes: int
     replicated_gradient_bytes: int  # of R parameters: all-reduced over the tensor axis once a step
     measured_seconds: float  # the measured part of forward and backward; the rest is by formula
+    thin_gradient_bytes: int = 0  # of the other gradients, as PowerSGD sends them
     trainable_tensors: int = 0  # tensors that contain the trainable elements
     # how far memory rises above saved_bytes in the backward of the op with weights that needs most,
     # without that weight's gradient; negative if later ops have freed more

@@ -123,7 +123,7 @@ def _arrangement(plan: StoredPlan) -> Iterator[Declared]:
         "pins.shard": arranged.shard,
         "pins.microbatch": rows,
         "pins.zero": arranged.zero.value,
-        "choices.compressed_gradients": arranged.compressed_gradients,
+        "choices.compressed_gradients": arranged.compression.value,
     }
     if arranged.is_local:
         places["choices.sync_every"] = arranged.sync_every

@@ -21,6 +21,7 @@ from autopar.planner.plan.declared.constraints import (
 from autopar.planner.plan.plan import RunnerUp, StoredPlan
 from autopar.planner.plan.search.space import allow_degrees, check_degrees
 from autopar.planner.plan.telling.explanation import StepPart, part_seconds
+from autopar.planner.precision import Compression
 
 _NOTHING_SECONDS = 1e-9  # smaller differences are rounding
 
@@ -110,7 +111,7 @@ def _has(arrangement: Arrangement, pins: Constraints) -> bool:
         pins,
         precision=arrangement.precision,
         float8=arrangement.float8,
-        compression=(False, True),
+        compression=tuple(Compression),
     )
     return allows(pinned, arrangement)
 

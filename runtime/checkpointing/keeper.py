@@ -230,9 +230,9 @@ class Keeper:
         scheduler: LRScheduler | None,
     ) -> None:
         moment, origin = found.manifest.moment, found.manifest.origin
-        restore(found, parts, optimizer)
-        if (note := note_of_replicas(found, optimizer)) is not None:
-            self._say(note)
+        lost = restore(found, parts, optimizer)
+        for note in filter(None, (lost, note_of_replicas(found, optimizer))):
+            self._say(f"note: {note}")
         if self._loss_scale is not None and moment.loss_scale is not None:
             self._loss_scale.go_on(moment.loss_scale, moment.calm_steps)
         if scheduler is not None:

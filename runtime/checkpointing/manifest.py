@@ -15,7 +15,7 @@ from typing import Annotated, Any, TypeAlias
 import torch
 
 from autopar.runtime.checkpointing.safetensors_file import WrittenFile
-from autopar.runtime.checkpointing.states import STATE, WEIGHT, Scalar
+from autopar.runtime.checkpointing.states import BASIS, LOST, STATE, WEIGHT, Scalar
 from autopar.runtime.ranks.locations import MANIFEST, MARK, Location, text_of
 from autopar.runtime.ranks.metrics import Check, Count, NotARecordError, parsed, record
 from autopar.runtime.tensor.shards import Chunks
@@ -276,7 +276,7 @@ def _of_tensors(manifest: Manifest) -> Iterator[str]:
     pairs = _Pairs()
     for key, one in manifest.tensors.items():
         where = f"tensors.{in_a_line(key)}"
-        if not key.startswith((WEIGHT, STATE)):
+        if not key.startswith((WEIGHT, STATE, LOST, BASIS)):
             yield f"{where}: neither a weight nor a state"
         fault = _of_shards(one, manifest) or _of_cover(one, pairs)
         if fault:

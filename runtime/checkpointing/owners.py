@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from autopar.runtime.data_parallel.buckets import Span
 from autopar.runtime.optimizer.pieces import (
     FlatPiece,
     ParameterPiece,
@@ -118,11 +119,16 @@ def parts_of(
     piece: ParameterPiece, key: str, chunks: Chunks, values: Tensor
 ) -> Iterator[LocalPart]:
     """Yield the values of a piece as boxes of the parameter's local `chunks`."""
-    if not isinstance(piece, FlatPiece):
+    if isinstance(piece, FlatPiece):
+        yield from parts_of_span(piece.span, key, chunks, values)
+    else:
         yield LocalPart(key=key, chunks=chunks, tensor=values)
-        return
+
+
+def parts_of_span(span: Span, key: str, chunks: Chunks, values: Tensor) -> Iterator[LocalPart]:
+    """Yield the values of a parameter's span as boxes of its local `chunks`."""
     first = 0
-    for box in boxes(chunks.local_shape, piece.span.start, piece.span.stop):
+    for box in boxes(chunks.local_shape, span.start, span.stop):
         inside = chunks.within_box(box)
         last = first + inside.elements
         tensor = values.reshape(-1)[first:last].view(inside.local_shape)

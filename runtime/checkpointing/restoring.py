@@ -45,6 +45,7 @@ from autopar.runtime.checkpointing.states import (
     WEIGHT,
     SteppedTensor,
     made_scalar,
+    restore_lost,
     set_random_states,
     targets,
 )
@@ -80,6 +81,11 @@ class Reader:
                 found = self.box(shard, source)
                 tensor[target] = found.to(tensor.device, tensor.dtype)
 
+    @property
+    def keys(self) -> Mapping[str, object]:
+        """The keys of all logical tensors."""
+        return self.checkpoint.manifest.tensors
+
     def box(self, shard: StoredShard, place: Slices) -> Tensor:
         """Read the slices `place` of a shard, or all of it if `place` is empty (a 0-dim tensor)."""
         found = self._file(shard.file).get_slice(shard.entry)
@@ -105,8 +111,8 @@ _MOST_SHOWN = 5
 
 
 @torch.no_grad()
-def restore(checkpoint: Checkpoint, parts: Sequence[nn.Module], optimizer: Optimizer) -> None:
-    """Restore this rank's weights and optimizer states from a checkpoint."""
+def restore(checkpoint: Checkpoint, parts: Sequence[nn.Module], optimizer: Optimizer) -> str | None:
+    """Restore this rank's weights and states from a checkpoint; return a note on changed ones."""
     _refuse_others(checkpoint, parts)
     outer = outer_of(optimizer)
     with ExitStack() as files:
@@ -120,8 +126,10 @@ def restore(checkpoint: Checkpoint, parts: Sequence[nn.Module], optimizer: Optim
                     optimizer.state[target.parameter][key] = restored
                 elif outer is not None:
                     outer.put_momentum(target.parameter, restored)
+        lost = restore_lost(reader, parts)
     if outer is not None:
         outer.begin()
+    return lost
 
 
 def note_of_replicas(checkpoint: Checkpoint, optimizer: Optimizer) -> str | None:
@@ -129,15 +137,12 @@ def note_of_replicas(checkpoint: Checkpoint, optimizer: Optimizer) -> str | None
     outer, keys = outer_of(optimizer), _state_keys(checkpoint).values()
     stored = max((len(names) for found in keys for names in found.values()), default=1)
     here = 1 if outer is None else outer.replica.size
-    has_momentum = any(MOMENTUM in found for found in keys)
     if stored == here:
         return None
-    left = ", and the outer momentum is dropped" if has_momentum and outer is None else ""
-    return (
-        f"note: the checkpoint has optimizer states of {stored} "
-        f"replica{'s' if stored > 1 else ''}, and the plan has {here}: all begin with their "
-        f"mean{left}"
-    )
+    is_dropped = outer is None and any(MOMENTUM in found for found in keys)
+    dropped = ", and the outer momentum is dropped" if is_dropped else ""
+    before = f"{stored} replica{'s' if stored > 1 else ''}, and the plan has {here}"
+    return f"the checkpoint has optimizer states of {before}: all begin with their mean{dropped}"
 
 
 def restore_random_states(checkpoint: Checkpoint, mesh: Mesh) -> None:

@@ -6,9 +6,9 @@ import json
 import random
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +16,15 @@ from torch.optim import Optimizer
 
 from autopar.runtime.checkpointing.owners import (
     LocalPart,
+    NamedTensor,
     SteppedPieces,
     local_weights,
     named_tensors,
     parts_of,
+    parts_of_span,
 )
+from autopar.runtime.data_parallel.buckets import MEAN, Bucket, gradient_dtype
+from autopar.runtime.data_parallel.wrapping import buckets_of
 from autopar.runtime.optimizer.outer import outer_of
 from autopar.runtime.optimizer.pieces import ParameterPiece
 from autopar.runtime.ranks.refusal import refuse
@@ -59,6 +63,8 @@ def set_random_states(states: Mapping[str, Tensor], device: torch.device) -> Non
 
 
 WEIGHT, STATE = "weight/", "state/"
+BASIS = "basis/"  # of PowerSGD
+LOST = "lost/"  # of gradients, by compression; then whose, and the parameter
 _PLAIN = (bool, int, float, type(None))
 
 
@@ -111,7 +117,8 @@ def targets(parts: Iterable[nn.Module], optimizer: Optimizer) -> Iterator[Steppe
 def local_parts(parts: Sequence[nn.Module], optimizer: Optimizer) -> list[LocalPart]:
     """Return the parts on this rank of all logical tensors of a training."""
     weights = [replace(one, key=WEIGHT + one.key) for one in local_weights(parts, optimizer)]
-    return weights + [one for target in targets(parts, optimizer) for one in _of(target, optimizer)]
+    states = [one for target in targets(parts, optimizer) for one in _of(target, optimizer)]
+    return weights + states + list(lost_held(parts))
 
 
 def _of(target: SteppedTensor, optimizer: Optimizer) -> Iterator[LocalPart]:
@@ -132,6 +139,95 @@ def _of(target: SteppedTensor, optimizer: Optimizer) -> Iterator[LocalPart]:
                 fix="train without --checkpoint, or with an optimizer whose states are shaped like "
                 "the parameters",
             )
+
+
+def lost_held(parts: Sequence[nn.Module]) -> Iterator[LocalPart]:
+    """Yield what compression has lost of gradients, by who has lost it."""
+    names = {id(one.place.tensor): one for one in named_tensors(parts)}
+    for bucket in (one for part in parts for one in _buckets(part)):
+        for whose, flat, first in bucket.lost():
+            for span in bucket.spans_within(first, first + flat.numel()):
+                of = names[id(bucket.parameters[span.place])]
+                key = f"{LOST}{whose}/{of.names[0]}"
+                yield from parts_of_span(span, key, of.chunks, span.of(flat, first))
+        for parameter, basis in zip(bucket.parameters, bucket.feedback.bases, strict=False):
+            of = names[id(parameter)]
+            yield LocalPart(key=_basis_key(of), chunks=whole(tuple(basis.shape)), tensor=basis)
+
+
+def _basis_key(of: NamedTensor) -> str:
+    """Return the key of the matrix with which PowerSGD goes on for a rank's shard."""
+    shard = "" if of.chunks == whole(of.chunks.global_shape) else f" {of.chunks.ranges}"
+    return f"{BASIS}{of.names[0]}{shard}"
+
+
+class TensorReader(Protocol):
+    """Reads the logical tensors of a checkpoint."""
+
+    @property
+    def keys(self) -> Collection[str]:
+        """The keys of all logical tensors."""
+
+    def fill(self, key: str, held: Chunks, tensor: Tensor) -> None:
+        """Fill a tensor that holds these chunks of a logical tensor."""
+
+
+def restore_lost(reader: TensorReader, parts: Sequence[nn.Module]) -> str | None:
+    """Restore what compression has lost of gradients; return a note if that changes hands.
+
+    Under another number of ranks, each begins with an even share of the sum, so that nothing is
+    lost for good.
+    """
+    stored = {one.removeprefix(LOST).partition("/")[0] for one in reader.keys if is_lost(one)}
+    before = len(stored - {MEAN})
+    for bucket in (one for part in parts for one in _buckets(part)):
+        _restore_bases(reader, bucket, parts)
+    losers = max((one.allocate_lost() for part in parts for one in _buckets(part)), default=0)
+    if not (before and losers):
+        return "what compressed gradients have lost is dropped" if before else None
+    held = [one for one in lost_held(parts) if is_lost(one.key)]
+    has_mean = any(one.key.startswith(f"{LOST}{MEAN}/") for one in held)
+    is_same = before == losers and has_mean == (MEAN in stored)
+    for part in held:
+        whose, _, name = part.key.removeprefix(LOST).partition("/")
+        sources = {whose} if is_same or whose == MEAN else (stored - {MEAN} if has_mean else stored)
+        share = 1.0 if is_same or whose == MEAN else 1 / losers
+        for key in sorted(f"{LOST}{one}/{name}" for one in sources):
+            if key in reader.keys:
+                value = torch.empty_like(part.tensor)
+                reader.fill(key, part.chunks, value)
+                part.tensor.add_(value, alpha=share)
+    if is_same:
+        return None
+    return f"what {before} ranks have lost of compressed gradients is shared out among {losers}"
+
+
+def _restore_bases(reader: TensorReader, bucket: Bucket, parts: Sequence[nn.Module]) -> None:
+    """Restore the bases of a bucket; under another split of its matrices they begin anew."""
+    if bucket.compressor is None:
+        return
+    names = {id(one.place.tensor): one for one in named_tensors(parts)}
+    bucket.feedback.bases = bucket.compressor.first_bases(
+        bucket.parameters, gradient_dtype(bucket.parameters[0])
+    )
+    for parameter, basis in zip(bucket.parameters, bucket.feedback.bases, strict=False):
+        key = _basis_key(names[id(parameter)])
+        if key in reader.keys:
+            reader.fill(key, whole(tuple(basis.shape)), basis)
+
+
+def is_lost(key: str) -> bool:
+    """Whether a logical tensor is what compression has lost of gradients."""
+    return key.startswith(LOST)
+
+
+def _buckets(part: nn.Module) -> Sequence[Bucket]:
+    """Return the buckets of a module, if it compresses gradients."""
+    buckets = buckets_of(part)
+    if buckets is None or buckets.compressor is None:
+        return ()
+    buckets.attach(part)
+    return buckets.buckets
 
 
 def scalars(parts: Iterable[nn.Module], optimizer: Optimizer) -> dict[str, Scalar]:

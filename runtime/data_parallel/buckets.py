@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from autopar.runtime.data_parallel.averaging import (
+    Averaging,
+    ComingCompressed,
+    ComingMean,
+    Compressor,
+    Feedback,
+)
 from autopar.runtime.ranks.mesh import ALONE, Axis, Mesh
-from autopar.runtime.ranks.transport import ComingPart, ComingSum, HostLink, HostPart
+from autopar.runtime.ranks.transport import HostLink, HostPart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,30 +56,6 @@ def sharding_of(zero: int) -> Sharding:
     return LEVELS[zero]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Averaging:
-    """Which ranks average gradients, and which part of the mean each rank gets."""
-
-    shard: Axis  # each of its ranks gets one part; an axis of one rank gets the whole
-    replica: Axis  # all of its ranks get the same part
-    wire_dtype: torch.dtype | None = None  # for sending gradients; None: the gradients' dtype
-
-    @property
-    def ranks(self) -> int:
-        """The number of ranks that average gradients."""
-        return self.shard.size * self.replica.size
-
-    @property
-    def divides_first(self) -> bool:
-        """Whether gradients are divided before the sum: gloo has no mean, and fp16 overflows."""
-        return self.shard.is_gloo or self.replica.is_gloo or self.wire_dtype is not None
-
-    @property
-    def operation(self) -> Any:
-        """The reduce operation of the collectives."""
-        return dist.ReduceOp.SUM if self.divides_first else dist.ReduceOp.AVG
-
-
 def averaging_of(mesh: Mesh, sharding: Sharding, wire_dtype: torch.dtype | None) -> Averaging:
     """Return how buckets are averaged over the data axis, or over a replica's part of it."""
     if sharding.steps_parts:
@@ -82,35 +64,7 @@ def averaging_of(mesh: Mesh, sharding: Sharding, wire_dtype: torch.dtype | None)
     return Averaging(shard=ALONE, replica=mesh.averaging, wire_dtype=wire_dtype)
 
 
-class ComingMean:
-    """This rank's part of a flat tensor, while it is being averaged over all ranks."""
-
-    def __init__(self, flat: Tensor, averaging: Averaging) -> None:
-        self._flat = flat
-        self._averaging = averaging
-        self._wire = flat if averaging.wire_dtype is None else flat.to(averaging.wire_dtype)
-        self._part = ComingPart(self._wire, averaging.shard, operation=averaging.operation)
-        self._over_copies: ComingSum | None = None
-        if averaging.shard.size == 1:
-            self.sum_over_replicas()
-
-    def sum_over_replicas(self) -> None:
-        """Wait for the part, and start its sum over the ranks that get the same part."""
-        if self._over_copies is None:
-            axis, operation = self._averaging.replica, self._averaging.operation
-            self._over_copies = ComingSum(self._part.value(), axis, operation=operation)
-
-    def value(self) -> Tensor:
-        """Wait for the mean, and return this rank's part, which lies in the flat tensor."""
-        self.sum_over_replicas()
-        assert self._over_copies is not None
-        part = self._over_copies.value()
-        if self._wire is self._flat:
-            return part
-        shard = self._averaging.shard
-        return self._flat.view(shard.size, -1)[shard.rank].copy_(part)
-
-
+MEAN = "mean"  # has lost something, too, when it was compressed
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 FIRST_BUCKET_BYTES = 2**20  # small, as DDP's, so that messages start early in the backward
 
@@ -142,11 +96,13 @@ class Bucket:
     parameters: tuple[nn.Parameter, ...]
     averaging: Averaging
     link: HostLink | None = None
+    compressor: Compressor | None = None
+    feedback: Feedback = field(default_factory=Feedback)  # what the compressor has lost
     spans: tuple[Span, ...] = field(init=False)
     buffer: Tensor | None = None  # allocated when the first gradient arrives
     views: tuple[Tensor, ...] = ()
     missing: int = 0  # gradients still to come in this step
-    coming: ComingMean | None = None
+    coming: ComingMean | ComingCompressed | None = None
     # a view for each span, by the parameter's index
     _parts: dict[int, Tensor] = field(default_factory=dict)
     _reached: frozenset[int] = frozenset()  # indices of parameters that have a reduced gradient
@@ -156,9 +112,13 @@ class Bucket:
     def __post_init__(self) -> None:
         """Find the spans in this rank's part."""
         share = self.elements // self.shard.size
-        self.spans = tuple(
-            _spans(self.parameters, share * self.shard.rank, share * (self.shard.rank + 1))
-        )
+        low, high = share * self.shard.rank, share * (self.shard.rank + 1)
+        self.spans = tuple(self.spans_within(low, high))
+
+    @property
+    def align(self) -> int:
+        """The number of which each parameter's first element is a multiple."""
+        return 1 if self.compressor is None else self.compressor.align
 
     @property
     def shard(self) -> Axis:
@@ -167,9 +127,16 @@ class Bucket:
 
     @property
     def elements(self) -> int:
-        """The elements of the buffer, padded so that all parts have the same size."""
-        found = sum(parameter.numel() for parameter in self.parameters)
-        return -(-found // self.shard.size) * self.shard.size
+        """The elements of the buffer, padded so that all parts have the same size.
+
+        If it is compressed, a part has a piece for each copy.
+        """
+        copies = 1 if self.compressor is None else self.averaging.replica.size
+        found = sum(map(self._room, self.parameters))
+        return _up(found, self.shard.size * copies * self.align)
+
+    def _room(self, parameter: nn.Parameter) -> int:
+        return _up(parameter.numel(), self.align)
 
     @property
     def is_apart(self) -> bool:
@@ -192,7 +159,7 @@ class Bucket:
             first = self.parameters[0]
             dtype = gradient_dtype(first)
             self.buffer = torch.zeros(self.elements, dtype=dtype, device=first.device)
-            self.views = laid_out(self.buffer, self.parameters)
+            self.views = self.laid_out(self.buffer)
             if self.link is None:
                 self._parts = {span.place: span.of(self.buffer) for span in self.spans}
         return self.buffer
@@ -217,10 +184,14 @@ class Bucket:
         self._take_over()
         self.adopt(range(len(self.parameters)))
         buffer = self.allocate()
-        if self.averaging.divides_first:
-            buffer.mul_(1 / self.averaging.ranks)
+        averaging, compressor = self.averaging, self.compressor
+        if averaging.divides_first or compressor is not None:
+            buffer.mul_(1 / averaging.ranks)
         self.drop_gradients()
-        self.coming = ComingMean(buffer, self.averaging)
+        if compressor is None:
+            self.coming = ComingMean(buffer, averaging)
+        else:
+            self.coming = compressor.started(buffer, self.views, averaging, self.feedback)
 
     def _take_over(self) -> None:
         """With a `link`, use the gradient of a bucket's only parameter as the bucket's buffer."""
@@ -297,6 +268,47 @@ class Bucket:
         if self._home is not None:
             self._home.forget()
 
+    def laid_out(self, flat: Tensor) -> tuple[Tensor, ...]:
+        """Return a view of a flat tensor for each parameter, in its shape, one after the other."""
+        rooms = [self._room(parameter) for parameter in self.parameters]
+        used = flat[: sum(rooms)].split(rooms)  # type: ignore[no-untyped-call]
+        pairs = zip(used, self.parameters, strict=True)
+        return tuple(one[: parameter.numel()].view(parameter.shape) for one, parameter in pairs)
+
+    def spans_within(self, low: int, high: int) -> Iterator[Span]:
+        """Yield the spans of elements low … high − 1 of a tensor that is laid out so."""
+        offset = 0
+        for place, parameter in enumerate(self.parameters):
+            first, last = max(low, offset), min(high, offset + parameter.numel())
+            if first < last:
+                yield Span(place=place, start=first - offset, stop=last - offset, offset=first)
+            offset += self._room(parameter)
+
+    def lost(self) -> Iterator[tuple[str, Tensor, int]]:
+        """Yield what compression has lost: of whom, its elements, and the place of the first."""
+        if self.compressor is None:
+            return
+        own, mean = self.feedback.own, self.feedback.mean
+        if own is None:
+            return
+        number, _ = self.compressor.loser(self.averaging)
+        is_part = own.numel() < self.elements
+        first = is_part * self.shard.rank * self.elements // self.shard.size
+        yield str(number), own, first
+        if mean is not None:
+            yield MEAN, mean, first + number * mean.numel()
+
+    def allocate_lost(self) -> int:
+        """Allocate what compression loses, before a first step; return the number of losers."""
+        if self.compressor is None:
+            return 0
+        first = self.parameters[0]
+        own, mean = self.compressor.lost_sizes(self.elements, self.averaging)
+        zeros = partial(torch.zeros, dtype=gradient_dtype(first), device=first.device)
+        self.feedback.own = zeros(own)
+        self.feedback.mean = zeros(mean) if mean else None
+        return self.compressor.loser(self.averaging)[1]
+
     def _await(self) -> None:
         if self.home is not None and self._reached:
             self.home.value()
@@ -314,11 +326,16 @@ def buckets_of_size(
     bucket_bytes: int,
     averaging: Averaging,
     link: HostLink | None = None,
+    compressor: Compressor | None = None,
 ) -> Iterator[Bucket]:
     """Split the parameters into buckets of one dtype.
 
     A bucket has at most `bucket_bytes`, unless it holds a single parameter.
     """
+
+    def made(chosen: tuple[nn.Parameter, ...]) -> Bucket:
+        return Bucket(parameters=chosen, averaging=averaging, link=link, compressor=compressor)
+
     run: list[nn.Parameter] = []
     run_bytes = 0
     limit = min(bucket_bytes, FIRST_BUCKET_BYTES)
@@ -326,25 +343,18 @@ def buckets_of_size(
         size = parameter.numel() * gradient_dtype(parameter).itemsize
         same = not run or _dtypes(run[0]) == _dtypes(parameter)
         if run and (not same or run_bytes + size > limit):
-            yield Bucket(parameters=tuple(run), averaging=averaging, link=link)
+            yield made(tuple(run))
             limit = bucket_bytes
             run, run_bytes = [], 0
         run.append(parameter)
         run_bytes += size
     if run:
-        yield Bucket(parameters=tuple(run), averaging=averaging, link=link)
+        yield made(tuple(run))
 
 
 def own_part(flat: Tensor, shard: Axis) -> Tensor:
     """Return this rank's part of a flat tensor, as a view."""
     return flat.view(shard.size, -1)[shard.rank]
-
-
-def laid_out(flat: Tensor, parameters: Sequence[nn.Parameter]) -> tuple[Tensor, ...]:
-    """Return a view of a flat tensor for each parameter, in its shape, one after the other."""
-    sizes = [parameter.numel() for parameter in parameters]
-    used = flat[: sum(sizes)].split(sizes)  # type: ignore[no-untyped-call]
-    return tuple(one.view(p.shape) for one, p in zip(used, parameters, strict=True))
 
 
 def gradient_dtype(parameter: nn.Parameter) -> torch.dtype:
@@ -356,11 +366,5 @@ def _dtypes(parameter: nn.Parameter) -> tuple[torch.dtype, torch.dtype]:
     return parameter.dtype, gradient_dtype(parameter)
 
 
-def _spans(parameters: Sequence[nn.Parameter], low: int, high: int) -> Iterator[Span]:
-    """Yield the spans of elements low … high − 1 of parameters that are laid end to end."""
-    offset = 0
-    for place, parameter in enumerate(parameters):
-        first, last = max(low, offset), min(high, offset + parameter.numel())
-        if first < last:
-            yield Span(place=place, start=first - offset, stop=last - offset, offset=first)
-        offset += parameter.numel()
+def _up(number: int, unit: int) -> int:
+    return -(-number // unit) * unit

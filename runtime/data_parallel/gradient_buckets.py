@@ -7,9 +7,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from autopar.runtime.data_parallel.averaging import Averaging, Compressor
 from autopar.runtime.data_parallel.buckets import (
     HALF_DTYPES,
-    Averaging,
     Bucket,
     buckets_of_size,
 )
@@ -36,6 +36,7 @@ class GradientBuckets:
         apart: Sequence[Collection[str]] = (),
         half: torch.dtype | None = None,
         link: HostLink | None = None,
+        compressor: Compressor | None = None,
     ) -> None:
         self.half = half  # the parameters' dtype in forward and backward
         self.link = link  # to the host, if gradients go there in every backward
@@ -47,6 +48,7 @@ class GradientBuckets:
         self.averaging = averaging
         self._bucket_bytes = bucket_bytes
         self._apart = apart
+        self.compressor = compressor  # of gradients, except those in `apart`
         self._next_to_launch = 0
         self._finish_is_queued = False
         self._is_attached = False
@@ -74,9 +76,9 @@ class GradientBuckets:
         order = {id(parameter): n for n, parameter in enumerate(reversed(self.trainable.values()))}
         buckets = (
             bucket
-            for group in _groups(self.trainable, self._apart)
+            for group, compressor in self._groups()
             for bucket in buckets_of_size(
-                group[::-1], self._bucket_bytes, self.averaging, self.link
+                group[::-1], self._bucket_bytes, self.averaging, self.link, compressor
             )
         )
         self.buckets = tuple(sorted(buckets, key=lambda one: order[id(one.parameters[-1])]))
@@ -84,6 +86,23 @@ class GradientBuckets:
             for place in range(len(bucket.parameters)):
                 self._watch(bucket, place)
         self._reset()
+
+    def _groups(self) -> Iterator[tuple[list[nn.Parameter], Compressor | None]]:
+        """Yield the parameters in groups that share no bucket, and what compresses them.
+
+        Parameters that are named in no entry of `apart` form the last groups.
+        """
+        left, compressor = dict(self.trainable), self.compressor
+        for names in self._apart:
+            taken = [name for name in left if is_listed(name, names)]
+            if taken:
+                yield [left.pop(name) for name in taken], None
+        if compressor is not None:
+            taken = [name for name, one in left.items() if compressor.takes(one)]
+            if taken:
+                yield [left.pop(name) for name in taken], compressor
+        if left:
+            yield list(left.values()), None
 
     def narrow(self) -> dict[int, Tensor]:
         """Cast the trainable parameters to `half`.
@@ -166,16 +185,3 @@ class GradientBuckets:
         self._finish_is_queued = False
         for bucket in self.buckets:
             bucket.missing = len(bucket.parameters)
-
-
-def _groups(
-    parameters: Mapping[str, nn.Parameter], apart: Sequence[Collection[str]]
-) -> Iterator[list[nn.Parameter]]:
-    """Yield the parameters in groups that share no bucket; parameters in no group form the last."""
-    left = dict(parameters)
-    for names in apart:
-        taken = [name for name in left if is_listed(name, names)]
-        if taken:
-            yield [left.pop(name) for name in taken]
-    if left:
-        yield list(left.values())

@@ -24,6 +24,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
+from autopar.runtime.data_parallel.averaging import COMPRESSORS, HALF, NOTHING
 from autopar.runtime.data_parallel.batch_norm import synchronise_batch_norms, widen_norms
 from autopar.runtime.data_parallel.buckets import (
     HALF_DTYPES,
@@ -163,7 +164,7 @@ def wrap(
     apart: Sequence[Collection[str]] = (),
     units: Sequence[nn.Module] = (),
     compute_dtype: torch.dtype | None = None,
-    compress: bool = False,
+    compress: str = NOTHING,
     half_buffers: Collection[str] = (),
     sync_batch_norm: bool = False,
     offload: bool = False,
@@ -183,7 +184,11 @@ def wrap(
 
     compute_dtype bf16 or fp16: parameters and activations in 16 bits, gradients and the optimizer's
     copy in fp32. Trainable parameters stay in fp32 until `build_optimizer` has copied them. Buffers
-    keep their dtypes, except those in `half_buffers`. compress: gradients are sent in 16 bits.
+    keep their dtypes, except those in `half_buffers`.
+
+    compress: how gradients are sent. "half": in 16 bits. "int8": in 8 bits, and what rounding loses
+    is added to the next gradients; those of parameters in `apart` are sent whole. "powersgd": so,
+    but matrices are sent as products of thin ones, and other parameters whole.
 
     offload: reduced gradients go to the host's memory in every backward, and the optimizer has its
     copy of the parameters and its states there. zero 2 and 3 gather parameters from there.
@@ -194,13 +199,19 @@ def wrap(
     half = compute_dtype if compute_dtype in HALF_DTYPES else None
     if compute_dtype is torch.float32:
         _widen(module)
-    wire_dtype = (half or torch.bfloat16) if compress else None
+    wire_dtype = (half or torch.bfloat16) if compress == HALF else None
+    compressor = COMPRESSORS[compress](mesh.device) if compress in COMPRESSORS else None
     if sync_batch_norm:
         synchronise_batch_norms(module, mesh.averaging)
     if half is not None:
         compute_in(module, half, buffers=half_buffers, takes_received=mesh.pipeline.size > 1)
         widen_norms(module)
     sharding = sharding_of(zero)
+    if compressor is not None and (sharding.shards_modules or offload or half is torch.float16):
+        raise RuntimeError(
+            f"{compress} gradients need zero 0 or 1, no offloading, and no fp16, whose loss scale "
+            "changes what earlier steps have lost: plan with --zero 1, or without them"
+        )
     if sharding.shards_modules and (mesh.averaging.size > 1 or offload):
         _lay_in_order(module)
         # The planner has found the layers whose outputs are written to; `keep_apart` lets these
@@ -228,7 +239,13 @@ def wrap(
         averaging = averaging_of(mesh, sharding, wire_dtype)
         link = HostLink(mesh.device) if offload else None
         buckets = GradientBuckets(
-            module, averaging, bucket_bytes=bucket_bytes, apart=apart, half=half, link=link
+            module,
+            averaging,
+            bucket_bytes=bucket_bytes,
+            apart=apart,
+            half=half,
+            link=link,
+            compressor=compressor,
         )
         object.__setattr__(module, "gradient_buckets", buckets)
     return module

@@ -16,7 +16,6 @@ from autopar.runtime.data_parallel.buckets import (
     Bucket,
     Span,
     gradient_dtype,
-    laid_out,
     own_part,
 )
 from autopar.runtime.data_parallel.gradient_buckets import GradientBuckets
@@ -239,7 +238,7 @@ def _flat_shard(bucket: Bucket, half: torch.dtype | None, device: torch.device) 
         elements = bucket.elements // bucket.shard.size
         values = bucket.link.empty(elements, gradient_dtype(first)).zero_()
     pieces = []
-    views = laid_out(buffer, bucket.parameters)
+    views = bucket.laid_out(buffer)
     for number, (parameter, view) in enumerate(zip(bucket.parameters, views, strict=True)):
         held = parameter.detach()
         view.copy_(held)

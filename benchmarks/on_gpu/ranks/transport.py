@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar.runtime.data_parallel.buckets import Averaging, ComingMean
+from autopar.runtime.data_parallel.averaging import Averaging, ComingMean
 from autopar.runtime.ranks import transport
 from autopar.runtime.ranks.mesh import ALONE, Axis
 from autopar.runtime.tensor import collectives

@@ -15,9 +15,9 @@ from autopar.planner.costs.ops.kept import KeptTensors
 from autopar.planner.costs.ops.pricer import OpCost, OpPricer
 from autopar.planner.costs.prediction import Recompute
 from autopar.planner.graph.layouts import WHOLE, Layout, LayoutKind, OpLayout
-from autopar.planner.graph.ops import Op, TensorOrigin
+from autopar.planner.graph.ops import Op, Parameter, TensorOrigin
 from autopar.planner.layers import Layer
-from autopar.planner.precision import GRADIENT_BYTES, optimizer_bytes
+from autopar.planner.precision import GRADIENT_BYTES, optimizer_bytes, thin_bytes
 from autopar.planner.rules.rule import OpKind, Traffic
 from autopar.planner.rules.table import kind_of, rule_of
 
@@ -48,6 +48,7 @@ class LayerParameters:
     gradient_bytes: int
     optimizer_bytes: int
     replicated_gradient_bytes: int
+    thin_gradient_bytes: int
     waiting_gradient_bytes: int
 
 
@@ -77,8 +78,20 @@ def layer_parameters(
             for known in (pricer.parameters[name],)
         ),
         replicated_gradient_bytes=GRADIENT_BYTES * sum(elements[name] for name in replicated),
+        thin_gradient_bytes=sum(
+            thin_bytes(_rows(pricer.parameters[name], layouts[name], flow.degree), elements[name])
+            for name in learned
+            if name not in replicated
+        ),
         waiting_gradient_bytes=_waiting_bytes(flow, parameters, shared.waiting, frozenset(used)),
     )
+
+
+def _rows(parameter: Parameter, layout: Layout, degree: int) -> int:
+    """Return the size of a parameter's first dim on a rank."""
+    rows = parameter.shape[0].at(1) if parameter.shape else 0
+    is_cut = layout.kind is LayoutKind.SPLIT and layout.dim == 0
+    return -(-rows // degree) if is_cut else rows
 
 
 def _waiting_bytes(

@@ -24,9 +24,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autopar.planner.cluster.cluster import Collective
+from autopar.planner.cluster.shape import GroupShape
 from autopar.planner.costs.collectives.choice import least_seconds
 from autopar.planner.costs.prediction import Arrangement, LayerCost
 from autopar.planner.costs.steps.framework import FrameworkConstants, gradient_seconds
+from autopar.planner.costs.steps.overlap import Seconds, summing
 from autopar.planner.costs.steps.stage_load import RankGroups
 from autopar.planner.costs.steps.stage_price import copy_byte_seconds
 
@@ -194,18 +196,21 @@ class DataBound:
         return parameter_bytes * self.copy_byte_seconds
 
     def _sent(self, gradient_bytes: float) -> float:
-        return gradient_bytes * (0.5 if self.arrangement.compressed_gradients else 1.0)
+        return gradient_bytes * self.arrangement.compression.share
 
     def _gather(self, parameter_bytes: int) -> float:
         return least_seconds(Collective.ALL_GATHER, parameter_bytes, self.groups.shard)
 
     def _reduced(self, gradient_bytes: int) -> float:
-        sent, shard = self._sent(gradient_bytes), self.groups.shard
-        if not self.arrangement.zero.divides_optimizer:
-            return least_seconds(Collective.ALL_REDUCE, sent, self.groups.data)
-        share = sent / self.arrangement.shard
-        summed = least_seconds(Collective.ALL_REDUCE, share, self.groups.replicas)
-        return least_seconds(Collective.REDUCE_SCATTER, sent, shard) + summed
+        is_divided = self.arrangement.zero.divides_optimizer
+        parts = self.groups.shard if is_divided else None
+        copies = self.groups.replicas if is_divided else self.groups.data
+        compression = self.arrangement.compression
+        return summing(_least, parts, copies, compression)(self._sent(gradient_bytes))
+
+
+def _least(collective: Collective, shape: GroupShape) -> Seconds:
+    return lambda size: least_seconds(collective, size, shape)
 
 
 def least_step_seconds(layers_seconds: float, arrangement: Arrangement) -> float:

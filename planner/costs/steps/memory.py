@@ -269,7 +269,7 @@ def memory_of(
     state        = Σ over its stages, each category divided by the shard ranks where ZeRO says so
     backward     = activations + gradients + transient + unsharded of the fullest moment of any
                    backward
-    buffers      = the 16-bit copy of a bucket, if gradients are sent in 16 bits. Otherwise buckets
+    buffers      = compressed copies of a bucket, if gradients are compressed. Otherwise buckets
                    are reduced in place: under ZeRO-1 each rank's part of the mean is written
                    there, and the rest of the bucket stays for the next step
     margin       = a share of all these

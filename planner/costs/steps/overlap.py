@@ -16,7 +16,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from autopar.planner.cluster.cluster import Collective
+from autopar.planner.cluster.shape import GroupShape
 from autopar.planner.errors import InputError
+from autopar.planner.precision import Compression
 
 Seconds = Callable[[float], float]
 
@@ -29,6 +32,8 @@ class LayerLoad:
     backward_seconds: float
     parameter_bytes: float
     gradient_bytes: float
+    summed_gradient_bytes: float = 0.0  # of these, what tensor ranks add up: never compressed
+    thin_gradient_bytes: float = 0.0  # of the others, as PowerSGD sends them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +66,46 @@ def hierarchical_reduction_seconds(
     return lambda size_bytes: (
         reduce_scatter_seconds(size_bytes) + all_reduce_seconds(size_bytes / shard_degree)
     )
+
+
+def summing(
+    timed: Callable[[Collective, GroupShape], Seconds],
+    parts: GroupShape | None,
+    copies: GroupShape,
+    compression: Compression,
+) -> Seconds:
+    """Return a function from the bytes of gradients that are sent to the seconds of their sum.
+
+    Each rank of `parts` gets a part of the sum, by a reduce-scatter. Then the ranks of `copies` add
+    up the same part, by an all-reduce. If losses are kept, an all-to-all and an all-gather take the
+    place of the all-reduce, and without copies, an all-to-all that of the reduce-scatter. With
+    copies the reduce-scatter sends fp32. The sum of thin matrices is not divided.
+    """
+    if compression.is_low_rank:
+        first = () if parts is None else (timed(Collective.ALL_REDUCE, parts),)
+        sums = (*first, timed(Collective.ALL_REDUCE, copies))
+        return lambda size: sum(one(size) for one in sums)
+    parts = None if parts is None or parts.ranks == 1 else parts
+    if parts is not None and copies.ranks == 1:
+        keeps = compression.keeps_lost
+        return timed(Collective.ALL_TO_ALL if keeps else Collective.REDUCE_SCATTER, parts)
+    share = compression.share if compression.keeps_lost else 1.0
+    whole = (
+        _after(timed(Collective.ALL_TO_ALL, copies), timed(Collective.ALL_GATHER, copies))
+        if compression.keeps_lost
+        else timed(Collective.ALL_REDUCE, copies)
+    )
+    if parts is None:
+        return whole
+    scatter = timed(Collective.REDUCE_SCATTER, parts)
+    return hierarchical_reduction_seconds(
+        lambda size: scatter(size / share), whole, shard_degree=parts.ranks
+    )
+
+
+def _after(first: Seconds, second: Seconds) -> Seconds:
+    """Return the formula for two collectives of the same bytes, one after the other."""
+    return lambda size: first(size) + second(size)
 
 
 def bucketed_reduction(

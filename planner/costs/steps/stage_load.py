@@ -21,7 +21,7 @@ from autopar.planner.costs.kernels.rates import Throughput, rates_of
 from autopar.planner.costs.prediction import Arrangement, LayerCost
 from autopar.planner.costs.schedules.simulation import StageSeconds
 from autopar.planner.costs.steps.overlap import LayerLoad
-from autopar.planner.precision import Precision
+from autopar.planner.precision import Compression, Precision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +66,7 @@ class StageLoad:
     gradient_bytes: int
     optimizer_bytes: int
     replicated_gradient_bytes: int
+    thin_gradient_bytes: int
     deferred_bytes: int
     host_saved_bytes: int
     host_wait_seconds: float
@@ -156,6 +157,8 @@ def _load(cost: LayerCost) -> LayerLoad:
         backward_seconds=cost.backward_seconds,
         parameter_bytes=cost.parameter_bytes,
         gradient_bytes=cost.gradient_bytes,
+        summed_gradient_bytes=cost.replicated_gradient_bytes,
+        thin_gradient_bytes=cost.thin_gradient_bytes,
     )
 
 
@@ -299,3 +302,18 @@ def with_first_fetch(
         recompute_seconds=load.recompute_seconds + waits,
         host_wait_seconds=load.host_wait_seconds + waits,
     )
+
+
+def sent_bytes(
+    gradient_bytes: float, summed_bytes: float, thin_bytes: float, compression: Compression
+) -> float:
+    """Return the bytes of gradients as they are sent, from those of fp32.
+
+    By PowerSGD, `thin_bytes` are sent of all but `summed_bytes`. Gradients that tensor ranks add up
+    (`summed_bytes`) are sent whole if losses are kept: the loss of a partial sum would differ
+    between tensor ranks.
+    """
+    if compression.is_low_rank:
+        return summed_bytes + thin_bytes
+    whole = summed_bytes if compression.keeps_lost else 0.0
+    return whole + (gradient_bytes - whole) * compression.share

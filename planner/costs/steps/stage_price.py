@@ -45,18 +45,20 @@ from autopar.planner.costs.steps.overlap import (
     buckets,
     forward_during_gather,
     gathered_after_optimizer_seconds,
-    hierarchical_reduction_seconds,
     sharded_backward,
     sharded_forward,
+    summing,
 )
 from autopar.planner.costs.steps.stage_load import (
     RankGroups,
     RepeatedLayers,
     StageLoad,
+    sent_bytes,
     stage_load,
     summed_seconds,
     with_first_fetch,
 )
+from autopar.planner.precision import GRADIENT_BYTES, Compression
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +70,7 @@ class DataGroups:
     replicas: GroupShape  # ranks that hold the same part of different copies
     zero: Zero
     bucket_bytes: int
-    gradient_share: float  # the fraction of a gradient's bytes that is sent: a half in 16 bits
+    compression: Compression
     slowdown: float
     copy_byte_seconds: float  # of copying between communication buffers and parameters
     gathers_ahead: bool = False  # ZeRO-1 gathers beside the next forward, not before it
@@ -121,19 +123,24 @@ def data_seconds(
     """Return what gathers and reductions add to the seconds of a stage."""
     if not layers or (groups.data.ranks == 1 and not groups.to_host_byte_seconds):
         return NOTHING
-    loads = _loads(layers, groups.gradient_share)
+    loads = _loads(layers, groups.compression)
     shared = _sharded if groups.zero.divides_parameters else _reduced
     waits = (synchronising(one.statistics, groups.data) for one in layers for _ in range(one.count))
     return replace(shared(loads, groups, microbatches), synchronising=sum(waits, NO_WAIT))
 
 
-def _loads(layers: Sequence[RepeatedLayers], gradient_share: float) -> tuple[LayerLoad, ...]:
-    """Return the layers one by one, with gradients in the dtype in which they are sent."""
+def _loads(layers: Sequence[RepeatedLayers], compression: Compression) -> tuple[LayerLoad, ...]:
+    """Return the layers one by one, with the bytes of their gradients that are sent."""
     return tuple(
         load
         for one in layers
-        for load in (replace(one.load, gradient_bytes=one.load.gradient_bytes * gradient_share),)
-        * one.count
+        for own in (one.load,)
+        for sent in (
+            sent_bytes(
+                own.gradient_bytes, own.summed_gradient_bytes, own.thin_gradient_bytes, compression
+            ),
+        )
+        for load in (replace(own, gradient_bytes=sent),) * one.count
     )
 
 
@@ -150,7 +157,8 @@ def _gathering(groups: DataGroups) -> Seconds:
 def _reducing(groups: DataGroups) -> Seconds:
     """Return a function from the bytes of gradients to the seconds of their reduction."""
     parts = groups.shard.ranks if groups.zero.divides_optimizer else 1
-    return _then(_summing(groups), groups.to_host_byte_seconds / groups.gradient_share / parts)
+    share = groups.compression.share or 1.0  # nothing lossy is copied to the host
+    return _then(_summing(groups), groups.to_host_byte_seconds / share / parts)
 
 
 def _then(sending: Seconds, byte_seconds: float) -> Seconds:
@@ -159,15 +167,9 @@ def _then(sending: Seconds, byte_seconds: float) -> Seconds:
 
 
 def _summing(groups: DataGroups) -> Seconds:
-    if not groups.zero.divides_optimizer:
-        return _seconds(Collective.ALL_REDUCE, groups.shard)
-    scatter = _seconds(Collective.REDUCE_SCATTER, groups.shard)
-    if groups.replicas.ranks == 1:
-        return scatter
-    return hierarchical_reduction_seconds(
-        scatter,
-        _seconds(Collective.ALL_REDUCE, groups.replicas),
-        shard_degree=groups.shard.ranks,
+    parts = groups.shard if groups.zero.divides_optimizer else None
+    return summing(
+        _seconds, parts, groups.data if parts is None else groups.replicas, groups.compression
     )
 
 
@@ -210,8 +212,9 @@ def _sharded(loads: Sequence[LayerLoad], groups: DataGroups, microbatches: int) 
 def _reduced(loads: Sequence[LayerLoad], groups: DataGroups, microbatches: int) -> DataSeconds:
     # fully_shard reduces layer by layer
     bucket = 0 if groups.zero.shards_modules else groups.bucket_bytes
+    sent = bucket * groups.compression.share  # buckets are filled with fp32
     slowdown = groups.slowdown if groups.data.ranks > 1 else 0.0  # copies take no multiprocessors
-    backward = bucketed_reduction(loads, _reducing(groups), bucket_bytes=bucket, slowdown=slowdown)
+    backward = bucketed_reduction(loads, _reducing(groups), bucket_bytes=sent, slowdown=slowdown)
     if not groups.zero.shards_modules:
         first = gathers = 0.0
         times = microbatches if groups.reduces_each else 1
@@ -228,7 +231,7 @@ def _reduced(loads: Sequence[LayerLoad], groups: DataGroups, microbatches: int) 
             gathers_alone=gathers,
             reductions_alone=times * backward.communication_seconds,
             gathers=_gathers(loads, bucket) if groups.zero.gathers_updated else 0,
-            reductions=times * _reductions(loads, bucket),
+            reductions=times * _reductions(loads, sent),
         )
     forward = _gathered_ahead(loads, groups)
     gathering = sum(groups.copy_byte_seconds * load.parameter_bytes for load in loads)
@@ -253,7 +256,7 @@ def _gathers(loads: Sequence[LayerLoad], bucket_bytes: int = 0) -> int:
     return len(list(buckets((one.parameter_bytes for one in loads), bucket_bytes)))
 
 
-def _reductions(loads: Sequence[LayerLoad], bucket_bytes: int = 0) -> int:
+def _reductions(loads: Sequence[LayerLoad], bucket_bytes: float = 0) -> int:
     return len(list(buckets((one.gradient_bytes for one in reversed(loads)), bucket_bytes)))
 
 
@@ -305,6 +308,7 @@ def stage_price(
         ),
         transfer_seconds=groups.transfer_seconds(load.output_bytes) if is_pipeline else 0.0,
         reduction_seconds=data.last_backward
+        + max(compressing_seconds(load, arrangement, rates) for rates in devices)
         + summed_seconds(groups.tensor, load.replicated_gradient_bytes),
         optimizer_seconds=_optimizer_seconds(load, devices, groups, arrangement, constants),
         outer_seconds=_outer_seconds(load, devices, groups, arrangement),
@@ -376,7 +380,7 @@ def data_groups(
         replicas=groups.replicas,
         zero=arrangement.zero,
         bucket_bytes=arrangement.bucket_bytes,
-        gradient_share=sent_share(arrangement),
+        compression=arrangement.compression,
         slowdown=constants.overlap_slowdown,
         copy_byte_seconds=copy_byte_seconds(groups.slowest_rates(rank)),
         gathers_ahead=constants.gathers_ahead,
@@ -386,6 +390,8 @@ def data_groups(
     )
 
 
-def sent_share(arrangement: Arrangement) -> float:
-    """Return the fraction of a gradient's bytes that is sent; LayerCost counts fp32."""
-    return 0.5 if arrangement.compressed_gradients else 1.0
+def compressing_seconds(load: StageLoad, arrangement: Arrangement, rates: Throughput) -> float:
+    """Return the seconds of the kernels that compress a stage's gradients, once in a step."""
+    elements = (load.gradient_bytes - load.replicated_gradient_bytes) / GRADIENT_BYTES
+    moved = elements * arrangement.compression.moved_bytes * (arrangement.data > 1)
+    return moved / rates.stream_bytes_per_second

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from autopar.planner.costs.prediction import Arrangement
+from autopar.planner.costs.schedules.table import SCHEDULES
 
 
 class ParameterTotals(Protocol):
@@ -102,12 +103,30 @@ def _lasting_gradient_bytes(size_bytes: int, arrangement: Arrangement) -> int:
     """Return the gradients that are allocated during a forward.
 
     Earlier microbatches left them, or they lie in buckets, which stay allocated. None stay if they
-    go to the host.
+    go to the host. Counts what compression has lost of earlier ones, too.
     """
     is_clear = arrangement.is_one_pass and not arrangement.keeps_buckets
     if is_clear or arrangement.offload.has_states:
         return 0
-    return _part(size_bytes, arrangement.shard, arrangement.divided.reduces_each)
+    lasting = _part(size_bytes, arrangement.shard, arrangement.divided.reduces_each)
+    return lasting + _lost_bytes(size_bytes, arrangement)
+
+
+def _lost_bytes(size_bytes: int, arrangement: Arrangement) -> int:
+    """Return what compression has lost of gradients so far, which a rank keeps.
+
+        its part + a piece of it ÷ the ranks that exchange pieces
+
+    The part is all gradients, or if ZeRO-1 has copies, what is exchanged with them. The piece is of
+    the mean, and is not kept if the rank's optimizer alone needs it. By PowerSGD, the part is all.
+    """
+    if not arrangement.compression.keeps_lost:
+        return 0
+    if arrangement.compression.is_low_rank:
+        return size_bytes
+    copies = arrangement.data // arrangement.optimizer_ranks
+    own = _part(size_bytes, arrangement.optimizer_ranks, is_divided=copies > 1)
+    return own + _part(own, copies, is_divided=True) * (copies > 1)
 
 
 def _parameter_bytes(size_bytes: int, trainable: int, arrangement: Arrangement) -> int:
@@ -145,10 +164,11 @@ def state_bytes(load: ParameterTotals, arrangement: Arrangement) -> int:
 
 
 def sent_bucket_bytes(loads: Sequence[ParameterTotals], arrangement: Arrangement) -> int:
-    """Return the 16-bit copy of a bucket that ZeRO-0 and 1 send."""
-    if not arrangement.compressed_gradients or not arrangement.has_buckets:
+    """Return the compressed copies of a bucket that ZeRO-0 and 1 send."""
+    if not arrangement.has_buckets:
         return 0
-    return min(sum(load.gradient_bytes for load in loads), arrangement.bucket_bytes) // 2
+    bucket = min(sum(load.gradient_bytes for load in loads), arrangement.bucket_bytes)
+    return int(bucket * arrangement.compression.buffer_share)
 
 
 def own_part(gradient_bytes: int, arrangement: Arrangement) -> int:
@@ -156,3 +176,26 @@ def own_part(gradient_bytes: int, arrangement: Arrangement) -> int:
     if arrangement.shards_on_host:
         return 0
     return _part(gradient_bytes, arrangement.shard, arrangement.divided.divides_gradients)
+
+
+def loses_unkept(arrangement: Arrangement) -> bool:
+    """Whether compression would lose something of gradients that no rank could keep.
+
+    fully_shard and the host's memory take gradients in every backward, and no rank has them whole
+    afterwards. In fp16 the loss scale changes from step to step, and with it what losses mean.
+    Replicas that take local steps would keep what they lost under the same names.
+    """
+    takes_each = arrangement.reduces_each or arrangement.zero.shards_modules
+    is_unkept = takes_each or arrangement.precision.scales_loss or arrangement.is_local
+    return arrangement.compression.keeps_lost and is_unkept
+
+
+def shards_in_vain(arrangement: Arrangement) -> bool:
+    """Whether fully_shard would need as much memory as ZeRO-1, because backwards are split.
+
+    The halves of a split backward find parameters by their autograd nodes, which gathering changes.
+    No hook sees gradients until the last microbatch is done. So both parameters and gradients stay
+    whole.
+    """
+    splits = arrangement.pipeline > 1 and SCHEDULES[arrangement.schedule].splits_backward
+    return splits and arrangement.zero.shards_modules

@@ -36,7 +36,7 @@ from autopar.planner.costs.steps.stage_load import (
     rank_groups,
     summed_seconds,
 )
-from autopar.planner.costs.steps.stage_price import StagePrice, sent_share, stage_price
+from autopar.planner.costs.steps.stage_price import StagePrice, stage_price
 from autopar.planner.costs.steps.terms import StepTerms, communication_terms, time_terms
 
 
@@ -155,7 +155,7 @@ def tied_seconds(groups: RankGroups, arrangement: Arrangement, gradient_bytes: i
     last = pipeline_shape(arrangement).stages - 1
     if _rank(last, arrangement) == _rank(0, arrangement):
         return 0.0
-    return summed_seconds(groups.ends, gradient_bytes * sent_share(arrangement))
+    return summed_seconds(groups.ends, gradient_bytes)
 
 
 def _first_gather_seconds(

@@ -15,8 +15,9 @@ from autopar.planner.costs.prediction import (
 )
 from autopar.planner.costs.schedules.simulation import StageSeconds
 from autopar.planner.costs.schedules.table import rank_of
-from autopar.planner.costs.steps.stage_load import RankGroups, StageLoad, summed_seconds
+from autopar.planner.costs.steps.stage_load import RankGroups, StageLoad, sent_bytes, summed_seconds
 from autopar.planner.costs.steps.stage_price import DataSeconds
+from autopar.planner.precision import Compression
 
 _ROUNDING = 1e-12  # idle times up to this share of the pipeline's time are rounding errors
 
@@ -215,7 +216,7 @@ def _data_terms(step: StepTerms, busiest: BusiestRank) -> Iterator[Communication
         collective=_reduction(arrangement),
         ranks=arrangement.averaging_ranks,
         count=sum(one.reductions for one in own),
-        payload_bytes=rounds * sum(load.gradient_bytes for load in loads),
+        payload_bytes=rounds * sum(_sent_bytes(load, arrangement) for load in loads),
         seconds=reductions,
         exposed_seconds=min(exposed, reductions + (gathers if is_sharded else 0.0)),
     )
@@ -251,8 +252,25 @@ def _outer_term(step: StepTerms, busiest: BusiestRank) -> CommunicationTerm:
 def _reduction(arrangement: Arrangement) -> str:
     if arrangement.averaging_ranks == 1:
         return "copy"
-    scatters = arrangement.zero.divides_optimizer
-    return Collective.REDUCE_SCATTER if scatters else Collective.ALL_REDUCE
+    divides, keeps = arrangement.zero.divides_optimizer, arrangement.compression.keeps_lost
+    if arrangement.compression.is_low_rank:
+        return Collective.ALL_REDUCE
+    if keeps and divides and arrangement.shard == arrangement.data:
+        return Collective.ALL_TO_ALL
+    if keeps:
+        first = f"{Collective.REDUCE_SCATTER}, " if arrangement.optimizer_ranks > 1 else ""
+        return f"{first}{Collective.ALL_TO_ALL}, {Collective.ALL_GATHER}"
+    return Collective.REDUCE_SCATTER if divides else Collective.ALL_REDUCE
+
+
+def _sent_bytes(load: StageLoad, arrangement: Arrangement) -> int:
+    """Return the payload of the sum of a stage's gradients, as it is sent."""
+    compression, shard = arrangement.compression, arrangement.optimizer_ranks
+    summed, thin = load.replicated_gradient_bytes, load.thin_gradient_bytes
+    sent = sent_bytes(load.gradient_bytes, summed, thin, compression)
+    if compression.keeps_lost and not compression.is_low_rank and 1 < shard < arrangement.data:
+        return round(load.gradient_bytes + sent / shard)
+    return round(sent)
 
 
 def _gather_words(arrangement: Arrangement) -> str:
@@ -265,7 +283,9 @@ def _reduction_words(arrangement: Arrangement) -> str:
     if arrangement.averaging_ranks == 1:
         return "gradients copied to the host"
     copied = ", and copied to the host" if arrangement.offload.has_states else ""
-    return f"gradients summed over the data axis{copied}"
+    own = arrangement.compression
+    sent = f", {own.sums}" if own is not Compression.NONE else ""
+    return f"gradients summed over the data axis{sent}{copied}"
 
 
 def _replicated_term(

@@ -18,7 +18,14 @@ from autopar.planner.costs.prediction import Arrangement, Compile, Offload, Reco
 from autopar.planner.costs.schedules.table import ScheduleKind
 from autopar.planner.errors import InputError
 from autopar.planner.graph.graph import Graph
-from autopar.planner.precision import LOCAL_STEPS, Allowed, Float8, Outer, Precision
+from autopar.planner.precision import (
+    LOCAL_STEPS,
+    Allowed,
+    Compression,
+    Float8,
+    Outer,
+    Precision,
+)
 
 
 def minimal_conflict(
@@ -78,34 +85,6 @@ def _read(value: object, units: Mapping[str, float], *, where: str, expected: st
     if not 0 < number < math.inf:
         raise InputError(f"{value!r} cannot be read", where=where, expected=expected)
     return number
-
-
-def check_work(constraints: Constraints) -> None:
-    """Raise if a deadline or a budget has no length of training, or if two lengths are given."""
-    own = {one.field: one for one in constraints.declared}
-    if "samples" in own and "tokens" in own:
-        raise InputError(
-            f"{own['samples']} and {own['tokens']} both say how much a training does",
-            fix="leave one of them out",
-        )
-    limit = own.get("deadline_seconds") or own.get("budget_usd")
-    if limit is not None and not {"samples", "tokens"} & own.keys():
-        raise InputError(
-            f"{limit.text} is given, but the length of the training is not",
-            where=limit.origin,
-            fix="--tokens 10B, or --samples 1M, says how much it does",
-        )
-
-
-def check_tokens(constraints: Constraints, *, tokens_per_row: int) -> None:
-    """Raise for a number of tokens if the model's rows are no sequences."""
-    if constraints.tokens is not None and tokens_per_row == 1:
-        own = next(one for one in constraints.declared if one.field == "tokens")
-        raise InputError(
-            f"{own.text}, but the model's rows are no sequences of tokens",
-            where=own.origin,
-            fix="--samples says how many rows it trains on",
-        )
 
 
 class Objective(StrEnum):
@@ -211,9 +190,10 @@ class Constraints:
     tokens: int | None = None  # of the whole training
     deadline_seconds: float | None = None
     budget_usd: float | None = None
-    compression: tuple[bool, ...] = (False,)  # of gradients; costs precision, so it must be allowed
-    bucket_bytes: tuple[int, ...] = ()
+    # of gradients; changes what is learnt, so it must be allowed
+    compression: tuple[Compression, ...] = (Compression.NONE,)
     allowed: tuple[Allowed, ...] = ()
+    bucket_bytes: tuple[int, ...] = ()
     sync_every: int | None = None
     outer: Outer = Outer.NESTEROV  # of plans with local steps
     splits: tuple[SplitRule, ...] = ()
@@ -304,7 +284,7 @@ def allows(constraints: Constraints, arrangement: Arrangement) -> bool:
         and constraints.global_batch in (None, arrangement.global_batch)
         and (arrangement.microbatches == 1 or not constraints.one_microbatch)
         and (_steps_once(arrangement) or not constraints.steps_once)
-        and (arrangement.compressed_gradients in constraints.compression or arrangement.data == 1)
+        and (arrangement.compression in compressions(constraints) or arrangement.data == 1)
         and (not buckets or arrangement.bucket_bytes in buckets)
         and arrangement.sync_every in local_steps(constraints)
         and (arrangement.outer is constraints.outer or not arrangement.is_local)
@@ -316,6 +296,12 @@ def local_steps(constraints: Constraints) -> tuple[int, ...]:
     if Allowed.LOCAL_STEPS in constraints.allowed:
         return tuple(sorted({1, constraints.sync_every or LOCAL_STEPS}))
     return (constraints.sync_every or 1,)
+
+
+def compressions(constraints: Constraints) -> tuple[Compression, ...]:
+    """Return how gradients may be compressed, without repetition."""
+    by_name = (one for one in Compression if one.value in constraints.allowed)
+    return tuple(dict.fromkeys((*constraints.compression, *by_name)))
 
 
 def _steps_once(arrangement: Arrangement) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 from autopar.planner.cluster.cluster import Cluster
 from autopar.planner.costs.prediction import Offload, Zero
-from autopar.planner.errors import InfeasibleError
+from autopar.planner.errors import InfeasibleError, InputError
 from autopar.planner.findings.rows import meeting_rows, norm_of_rows
 from autopar.planner.findings.traits import OptimizerTraits, Reach
 from autopar.planner.graph.graph import Graph
@@ -331,3 +331,31 @@ def _least_data(constraints: Constraints, devices: int) -> int:
     pipeline = constraints.pipeline or constraints.max_pipeline or devices
     tensor = constraints.tensor or constraints.max_tensor or devices
     return max(1, devices // (pipeline * tensor))
+
+
+def check_work(constraints: Constraints) -> None:
+    """Raise if a deadline or a budget has no length of training, or if two lengths are given."""
+    own = {one.field: one for one in constraints.declared}
+    if "samples" in own and "tokens" in own:
+        raise InputError(
+            f"{own['samples']} and {own['tokens']} both say how much a training does",
+            fix="leave one of them out",
+        )
+    limit = own.get("deadline_seconds") or own.get("budget_usd")
+    if limit is not None and not {"samples", "tokens"} & own.keys():
+        raise InputError(
+            f"{limit.text} is given, but the length of the training is not",
+            where=limit.origin,
+            fix="--tokens 10B, or --samples 1M, says how much it does",
+        )
+
+
+def check_tokens(constraints: Constraints, *, tokens_per_row: int) -> None:
+    """Raise for a number of tokens if the model's rows are no sequences."""
+    if constraints.tokens is not None and tokens_per_row == 1:
+        own = next(one for one in constraints.declared if one.field == "tokens")
+        raise InputError(
+            f"{own.text}, but the model's rows are no sequences of tokens",
+            where=own.origin,
+            fix="--samples says how many rows it trains on",
+        )

@@ -20,7 +20,14 @@ from autopar.planner.plan.declared.constraints import (
     read_deadline,
     read_units,
 )
-from autopar.planner.precision import Allowed, Float8, Outer, Precision, precision_words
+from autopar.planner.precision import (
+    Allowed,
+    Compression,
+    Float8,
+    Outer,
+    Precision,
+    precision_words,
+)
 
 Chosen = TypeVar("Chosen", bound=Enum)
 _MOST = 10**9  # of rows, ranks: more is a typing error
@@ -153,10 +160,13 @@ def _each(read: Callable[[object, str], Any]) -> Callable[[object, str], tuple[A
     return read_list
 
 
-def _read_compression(value: object, where: str) -> tuple[bool, ...]:
-    meanings = {True: (True,), False: (False,), "either": (False, True)}
+def _read_compression(value: object, where: str) -> tuple[Compression, ...]:
+    names: dict[bool | str, tuple[Compression, ...]] = {one.value: (one,) for one in Compression}
+    whole, half = Compression.NONE, Compression.HALF
+    meanings = {True: (half,), False: (whole,), "either": (whole, half), **names}
     if not isinstance(value, (bool, str)) or value not in meanings:
-        raise InputError(f"{value!r} is no choice", where=where, expected='true, false or "either"')
+        expected = f'true, false, "either" or one of {", ".join(Compression)}'
+        raise InputError(f"{value!r} is no choice", where=where, expected=expected)
     return meanings[value]
 
 
@@ -333,7 +343,7 @@ _IN_FILES_ALONE = (
     DemandSetting(
         place="choices.compressed_gradients", field="compression", read=_read_compression,
         say="compressed gradients: {value}", example='"either"',
-        text='sum gradients in 16 bits: true, false (the default) or "either"',
+        text='sum gradients in 16 bits: true, false (the default) or "either"; "int8"',
     ),
     DemandSetting(
         place="choices.microbatch_statistics", field="statistics_apart", read=_read_truth,

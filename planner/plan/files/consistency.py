@@ -12,13 +12,13 @@ from autopar.planner.cluster.cluster import Backend
 from autopar.planner.costs.prediction import Arrangement
 from autopar.planner.costs.schedules.orders import PipelineShape
 from autopar.planner.costs.schedules.table import refusal
+from autopar.planner.costs.steps.state import shards_in_vain
 from autopar.planner.findings.writes import unable
 from autopar.planner.graph.layouts import Layout, LayoutKind, OpLayout, ParameterLayout
 from autopar.planner.graph.ops import Op
 from autopar.planner.layers import Layers
 from autopar.planner.plan.declared.constraints import Objective
 from autopar.planner.plan.plan import Plan, StoredPlan
-from autopar.planner.plan.search.space import shards_in_vain
 from autopar.planner.programs.layouts.edges import crossing_tensors
 from autopar.planner.rules.signature import Dim, leaves
 

@@ -22,6 +22,7 @@ from autopar.planner.plan.declared.constraints import (
     Declared,
     HostSaving,
     Objective,
+    compressions,
     conflict_text,
     constraints_of,
     covers,
@@ -167,7 +168,7 @@ def choices_of(subject: SearchSubject, cluster: Cluster, constraints: Constraint
     return Choices(
         schedules=constraints.schedules,
         zero_levels=constraints.zero_levels,
-        compressed=constraints.compression,
+        compressed=compressions(constraints),
         compiles=tuple(_compiles(cluster, constraints)),
         offloads=tuple(_offloads(cluster, constraints)),
         stages_per_rank=constraints.stages_per_rank,
@@ -309,6 +310,12 @@ def _expected(conflict: Sequence[Declared], *, layers: int, shared: Sequence[str
         return (
             f"{whole} with zero bubble: backwards in halves keep parameters and gradients whole "
             "until the last microbatch"
+        )
+    sent = compressions(chosen)
+    if all(one.keeps_lost for one in sent):
+        return (
+            f"ZeRO 0 or 1, bf16 or fp32, and no offloading with gradients {sent[0].sums}: a rank "
+            "keeps what rounding has lost of all its gradients, which it sends once in a step"
         )
     if splits and chosen.compile is Compile.LAYERS:
         return "a schedule whose backwards are whole: those of compiled layers cannot be halved"

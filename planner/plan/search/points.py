@@ -154,7 +154,7 @@ def families(variants_: Iterable[Arrangement]) -> list[list[Arrangement]]:
     families = []
     for one in variants_:
         local = one.sync_every, one.averaging_ranks if one.is_local else 0
-        pipeline = one.schedule, one.stages_per_rank, one.compressed_gradients, *local
+        pipeline = one.schedule, one.stages_per_rank, one.compression, *local
         head = heads.get(pipeline)
         if one.reduces_each and head is not None:
             head.append(one)

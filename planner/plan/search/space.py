@@ -1,7 +1,7 @@
 """Enumerates the arrangements of a training as a tree: degrees, microbatch, schedule, ZeRO.
 
 The first level has points: degrees, a microbatch, and whether layers are compiled. A point's
-variants differ in schedule, stages per rank, ZeRO level, shard degree, 16-bit sums, offload and
+variants differ in schedule, stages per rank, ZeRO level, shard degree, compression, offload and
 local steps.
 None of these changes layouts or costs inside layers, so variants share them.
 """
@@ -15,6 +15,7 @@ from math import lcm, log
 from autopar.planner.costs.prediction import Arrangement, Compile, Offload, Zero
 from autopar.planner.costs.schedules.orders import PipelineShape
 from autopar.planner.costs.schedules.table import SCHEDULES, ScheduleKind, refusal
+from autopar.planner.costs.steps.state import loses_unkept, shards_in_vain
 from autopar.planner.errors import InfeasibleError
 from autopar.planner.plan.declared.constraints import (
     CHOICES,
@@ -26,7 +27,7 @@ from autopar.planner.plan.declared.constraints import (
     minimal_conflict,
 )
 from autopar.planner.plan.plan import BatchFacts
-from autopar.planner.precision import Float8, Outer, Precision
+from autopar.planner.precision import Compression, Float8, Outer, Precision
 
 Degrees = tuple[int, int, int]  # pipeline, data, tensor
 _MOST_LISTED = 6
@@ -197,7 +198,7 @@ class Choices:
 
     schedules: tuple[ScheduleKind, ...]
     zero_levels: tuple[Zero, ...]
-    compressed: tuple[bool, ...]
+    compressed: tuple[Compression, ...]
     compiles: tuple[Compile, ...]
     offloads: tuple[Offload, ...]
     stages_per_rank: int | None  # pinned
@@ -250,7 +251,7 @@ def simplest(
         stages_per_rank=1,
         zero=Zero.NONE,
         bucket_bytes=DEFAULT_BUCKET_BYTES,
-        compressed_gradients=False,
+        compression=Compression.NONE,
         precision=precision,
         compile=compile_,
         float8=float8,
@@ -274,7 +275,7 @@ def _variants(
     shared = tuple(sharded)
     for schedule, stages_per_rank in pipelines(point, choices):
         for zero, shard in shared:
-            for compressed in choices.compressed if point.data > 1 else (False,):
+            for compression in choices.compressed if point.data > 1 else (Compression.NONE,):
                 for offload in choices.offloads:
                     variant = replace(
                         point,
@@ -282,22 +283,15 @@ def _variants(
                         stages_per_rank=stages_per_rank,
                         zero=zero,
                         shard=shard,
-                        compressed_gradients=compressed,
+                        compression=compression,
                         offload=offload,
                     )
-                    if not (shards_in_vain(variant) or offloads_in_vain(variant, choices)):
+                    if not (
+                        shards_in_vain(variant)
+                        or offloads_in_vain(variant, choices)
+                        or loses_unkept(variant)
+                    ):
                         yield variant
-
-
-def shards_in_vain(arrangement: Arrangement) -> bool:
-    """Whether fully_shard would need as much memory as ZeRO-1, because backwards are split.
-
-    The halves of a split backward find parameters by their autograd nodes, which gathering changes.
-    No hook sees gradients until the last microbatch is done. So both parameters and gradients stay
-    whole.
-    """
-    splits = arrangement.pipeline > 1 and SCHEDULES[arrangement.schedule].splits_backward
-    return splits and arrangement.zero.shards_modules
 
 
 def offloads_in_vain(arrangement: Arrangement, choices: Choices) -> bool:
@@ -360,8 +354,11 @@ def sharding(point: Arrangement, choices: Choices) -> Iterator[tuple[Zero, int]]
     """Yield ZeRO levels with their shard degree: all data ranks, or those of a node (HSDP).
 
     In a pipeline, ZeRO-2 would scatter gradients for every microbatch and free less memory than
-    ZeRO-3, and HSDP would shard over too few ranks: both are left out unless demanded.
+    ZeRO-3, and HSDP would shard over too few ranks: both are left out unless demanded. ZeRO-1 is
+    tried with a copy in each node if compressed gradients may be exchanged: only sums of a node
+    cross the network then.
     """
+    exchanges = any(one.keeps_lost and not one.is_low_rank for one in choices.compressed)
     inside = choices.node_devices // point.tensor
     is_plain = point.pipeline == 1 or len(choices.zero_levels) == 1 or choices.shard is not None
     for zero in choices.zero_levels:
@@ -370,7 +367,8 @@ def sharding(point: Arrangement, choices: Choices) -> Iterator[tuple[Zero, int]]
         if not zero.divides_optimizer or _fetches_layers(point, zero, choices):
             yield zero, point.data
         elif point.data > 1:
-            degrees, is_inside = {point.data}, is_plain and zero.shards_modules
+            degrees = {point.data}
+            is_inside = is_plain and (zero.shards_modules or exchanges)
             if is_inside and 1 < inside < point.data and point.data % inside == 0:
                 degrees.add(inside)
             if choices.shard is not None:

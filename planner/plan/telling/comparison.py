@@ -98,7 +98,7 @@ def _changes(before: StoredPlan, after: StoredPlan) -> Iterator[Change]:
         ("ZeRO", one.zero.value, other.zero.value),
         ("sharded over", one.shard, other.shard),
         ("local steps", *(local_words(x) for x in (one, other))),
-        ("gradient sums", *(_sum_words(x.compressed_gradients) for x in (one, other))),
+        ("gradient sums", one.compression.sums, other.compression.sums),
         ("bucket", f"{one.bucket_bytes / 2**20:g} MiB", f"{other.bucket_bytes / 2**20:g} MiB"),
         ("precision", one.precision, other.precision),
         ("compiled", one.compile, other.compile),
@@ -112,10 +112,6 @@ def _changes(before: StoredPlan, after: StoredPlan) -> Iterator[Change]:
     for what, old, new in rows:
         if old != new:
             yield Change(what=what, before=str(old) or "none", after=str(new) or "none")
-
-
-def _sum_words(compressed: bool) -> str:
-    return "in 16 bits" if compressed else "in 32 bits"
 
 
 def _borders(stages: tuple[PlannedStage, ...]) -> str:

@@ -101,7 +101,7 @@ def _parts(arrangement: Arrangement) -> tuple[str, ...]:
         schedule_words(arrangement),
         batch_words(arrangement),
         local_words(arrangement),
-        "16-bit gradient sums" if arrangement.compressed_gradients else "",
+        arrangement.compression.words,
         compile_words(arrangement),
         offload_words(arrangement),
     )

@@ -287,7 +287,7 @@ def _fits_all(question: StageQuestion, arrangement: Arrangement, offers: Sequenc
     Larger ones need more memory if copies of them are sent, or if gradients are made while
     activations are freed.
     """
-    if not (arrangement.compressed_gradients or arrangement.is_one_pass):
+    if not (arrangement.compression.buffer_share or arrangement.is_one_pass):
         return True
     return all(
         memory_of(

@@ -25,7 +25,7 @@ from autopar.planner.costs.prediction import Compile, Recompute, Zero
 from autopar.planner.costs.schedules.table import ScheduleKind, rank_of
 from autopar.planner.errors import InputError
 from autopar.planner.plan.plan import Plan, PlannedStage
-from autopar.planner.precision import Precision
+from autopar.planner.precision import Compression, Precision
 from tests.codegen.launch.test_quoting import HOSTILE
 from tests.planner.plan.plans import arrangement, parts_of, small_plan, split_plan, whole_layouts
 
@@ -209,7 +209,7 @@ def test_megatron_has_all_options() -> None:
 
 def every_plan() -> list[Plan]:
     """Return plans that bring out every setting."""
-    half = replace(plans()["hsdp"], arrangement=arrangement(compressed_gradients=True))
+    half = replace(plans()["hsdp"], arrangement=arrangement(compression=Compression.HALF))
     scaled = replace(half, arrangement=arrangement(precision=Precision.FP16))
     return [*plans().values(), half, scaled, llama(modes={1: SELECTIVE}), llama(modes={1: FULL})]
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from autopar.planner.costs.prediction import Arrangement, LayerCost, Zero
 from autopar.planner.costs.schedules.table import ScheduleKind
 from autopar.planner.costs.steps.framework import FrameworkConstants, HostWork
-from autopar.planner.precision import Precision
+from autopar.planner.precision import Compression, Precision
 
 LAYER = LayerCost(
     forward_seconds=1e-3,
@@ -39,7 +39,7 @@ ARRANGEMENT = Arrangement(
     stages_per_rank=1,
     zero=Zero.NONE,
     bucket_bytes=25_000_000,
-    compressed_gradients=False,
+    compression=Compression.NONE,
     precision=Precision.BF16,
 )
 # Nothing but what the test puts in.

@@ -44,7 +44,7 @@ from autopar.planner.plan.plan import (
     RunnerUp,
 )
 from autopar.planner.plan.telling.explanation import class_layouts
-from autopar.planner.precision import Precision
+from autopar.planner.precision import Compression, Precision
 from autopar.planner.programs.layouts.edges import crossing_tensors
 from autopar.planner.rules.signature import leaves
 from tests.planner.subjects import zoo_graph
@@ -65,7 +65,7 @@ def arrangement(**changes: Any) -> Arrangement:
         stages_per_rank=1,
         zero=Zero.NONE,
         bucket_bytes=25 * MIB,
-        compressed_gradients=False,
+        compression=Compression.NONE,
         precision=Precision.BF16,
     )
     return replace(usual, **changes)

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from autopar.planner.errors import ExitCode, InfeasibleError, InputError
-from autopar.planner.plan.declared.constraints import Constraints, check_tokens, check_work
+from autopar.planner.plan.declared.constraints import Constraints
+from autopar.planner.plan.declared.limits import check_tokens, check_work
 from autopar.planner.plan.fleet import Curve, Trial, choose, curve_of, time_text
 from autopar.planner.plan.plan import Plan
 from tests.planner.plan.plans import prediction, small_plan

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor.debug import CommDebugMode
 
+from autopar.runtime.data_parallel.averaging import HALF, NOTHING
 from autopar.runtime.data_parallel.wrapping import buckets_of, set_last, wrap
 from autopar.runtime.optimizer.building import build_optimizer
 from autopar.runtime.optimizer.gradients import clip_by_global_norm
@@ -39,7 +40,7 @@ def train(
     zero: int,
     always_last: bool,
     compute: torch.dtype | None,
-    compress: bool,
+    compress: str = NOTHING,
     offload: bool = False,
 ) -> Trained:
     """Train on this rank; return losses, whole parameters and the elements of optimizer states."""
@@ -85,7 +86,7 @@ def test_every_zero_level_trains_as_one_process(
     ranks: int, shard: int, zero: int, always_last: bool
 ) -> None:
     expected_losses, expected = trained_alone(MICROBATCHES, tied=True)
-    for losses, parameters, _ in run_on_ranks(train, ranks, shard, zero, always_last, None, False):
+    for losses, parameters, _ in run_on_ranks(train, ranks, shard, zero, always_last, None):
         assert loss_difference(losses, expected_losses) < 1e-12
         assert largest_difference(parameters, expected) < 1e-12
 
@@ -95,7 +96,7 @@ def test_an_optimizer_on_the_host_trains_as_one_on_the_device(
     ranks: int, shard: int, zero: int, always_last: bool
 ) -> None:
     expected_losses, expected = trained_alone(MICROBATCHES, tied=True)
-    arguments = (shard, zero, always_last, None, False, True)
+    arguments = (shard, zero, always_last, None, NOTHING, True)
     for losses, parameters, _ in run_on_ranks(train, ranks, *arguments):
         assert loss_difference(losses, expected_losses) < 1e-12
         assert largest_difference(parameters, expected) < 1e-12
@@ -106,7 +107,7 @@ def test_one_device_trains_alike_with_its_optimizer_on_the_host(
     compute: torch.dtype | None, zero: int
 ) -> None:
     on_device, on_host = (
-        run_on_ranks(train, 1, None, level, False, compute, False, offload)[0]
+        run_on_ranks(train, 1, None, level, False, compute, NOTHING, offload)[0]
         for level, offload in ((0, False), (zero, True))
     )
     assert loss_difference(on_host[0], on_device[0]) < 1e-12
@@ -145,8 +146,8 @@ def test_zero_2_gathers_once_for_all_microbatches_of_a_step_and_zero_3_in_every_
 
 
 def test_optimizer_states_are_shared_out_evenly_by_zero_1() -> None:
-    ((_, _, all_of_it),) = run_on_ranks(train, 1, None, 0, False, None, False)
-    shares = [states for _, _, states in run_on_ranks(train, 4, 4, 1, False, None, False)]
+    ((_, _, all_of_it),) = run_on_ranks(train, 1, None, 0, False, None)
+    shares = [states for _, _, states in run_on_ranks(train, 4, 4, 1, False, None)]
     assert sum(shares) == all_of_it
     unused = 12  # elements of the layer that the loss does not reach: never given a state
     buckets = 2 + all_of_it // 2 * 8 // 4000  # the last part of each lacks up to 3 elements
@@ -154,7 +155,7 @@ def test_optimizer_states_are_shared_out_evenly_by_zero_1() -> None:
 
 
 def test_zero_1_with_copies_shares_the_states_within_a_copy() -> None:
-    states = [states for _, _, states in run_on_ranks(train, 4, 2, 1, False, None, False)]
+    states = [states for _, _, states in run_on_ranks(train, 4, 2, 1, False, None)]
     assert states[0] == states[2]
     assert states[1] == states[3]
 
@@ -168,7 +169,7 @@ HALVES = (torch.bfloat16, torch.float16)
 )
 def test_16_bit_training_follows_fp32_closely(zero: int, compute: torch.dtype) -> None:
     expected_losses, _ = trained_alone(MICROBATCHES, dtype=torch.float32, tied=True)
-    losses, _, states = run_on_ranks(train, 2, None, zero, False, compute, False)[0]
+    losses, _, states = run_on_ranks(train, 2, None, zero, False, compute)[0]
     assert loss_difference(losses, expected_losses) < 0.01 * expected_losses[0]
     assert losses[-1] < losses[0]
     assert states > 0
@@ -196,7 +197,7 @@ def step_finely() -> float:
 @pytest.mark.parametrize("zero", [0, 2])
 def test_compressed_gradients_train_nearly_as_whole_ones(zero: int) -> None:
     expected_losses, _ = trained_alone(MICROBATCHES, tied=True)
-    losses, parameters, _ = run_on_ranks(train, 2, None, zero, False, None, True)[0]
+    losses, parameters, _ = run_on_ranks(train, 2, None, zero, False, None, HALF)[0]
     assert loss_difference(losses, expected_losses) < 1e-2
     assert largest_difference(parameters, trained_alone(MICROBATCHES, tied=True)[1]) > 0
 

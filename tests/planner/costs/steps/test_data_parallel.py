@@ -11,20 +11,22 @@ from autopar.planner.cluster.file import choose_cluster
 from autopar.planner.cluster.shape import group_shape
 from autopar.planner.costs.collectives.choice import collective_seconds
 from autopar.planner.costs.prediction import Zero
-from autopar.planner.costs.steps.stage_load import stage_load
+from autopar.planner.costs.steps.stage_load import sent_bytes, stage_load
 from autopar.planner.costs.steps.stage_price import NOTHING, DataGroups, data_seconds
+from autopar.planner.precision import Compression
 from tests.planner.costs.step_factories import LAYER, layer
 
 CLUSTER = choose_cluster(8, "h100-sxm")
 ALL = group_shape(CLUSTER, 8, 1)
 ONE = group_shape(CLUSTER, 1, 1)
+FOUR, TWO = group_shape(CLUSTER, 4, 1), group_shape(CLUSTER, 2, 4)
 GROUPS = DataGroups(
     data=ALL,
     shard=ALL,
     replicas=ONE,
     zero=Zero.NONE,
     bucket_bytes=2**62,
-    gradient_share=1.0,
+    compression=Compression.NONE,
     slowdown=0.0,
     copy_byte_seconds=0.0,
 )
@@ -48,6 +50,34 @@ def test_scattered_gradients_and_gathered_parameters_stand_for_zero_1() -> None:
     gather = collective_seconds(Collective.ALL_GATHER, 4 * LAYER.parameter_bytes, ALL)
     assert found.last_backward == pytest.approx(scatter)
     assert found.first_forward == pytest.approx(gather)
+
+
+def test_gradients_in_int8_are_exchanged_and_their_mean_is_gathered() -> None:
+    kept = replace(GROUPS, compression=Compression.INT8)
+    sent = 4 * LAYER.gradient_bytes * 260 / 1024  # 256 bytes and a scale of 4, for 256 of fp32
+    exchange = collective_seconds(Collective.ALL_TO_ALL, sent, ALL)
+    gather = collective_seconds(Collective.ALL_GATHER, sent, ALL)
+    found = data_seconds(LAYERS, kept, microbatches=3)
+    assert found.last_backward == pytest.approx(exchange + gather)
+    divided = data_seconds(LAYERS, replace(kept, zero=Zero.OPTIMIZER), microbatches=3)
+    assert divided.last_backward == pytest.approx(exchange)
+
+
+def test_with_copies_only_messages_between_copies_are_compressed() -> None:
+    groups = replace(GROUPS, zero=Zero.OPTIMIZER, compression=Compression.INT8, shard=FOUR)
+    found = data_seconds(LAYERS, replace(groups, replicas=TWO), microbatches=3)
+    size = 4 * LAYER.gradient_bytes
+    sent = size / 4 * 260 / 1024
+    seconds = collective_seconds(Collective.REDUCE_SCATTER, size, FOUR)
+    seconds += collective_seconds(Collective.ALL_TO_ALL, sent, TWO)
+    seconds += collective_seconds(Collective.ALL_GATHER, sent, TWO)
+    assert found.last_backward == pytest.approx(seconds)
+
+
+def test_what_tensor_ranks_add_up_is_sent_whole() -> None:
+    assert sent_bytes(1024, 0, 0, Compression.INT8) == 260
+    assert sent_bytes(1024 + 512, 512, 0, Compression.INT8) == 512 + 260
+    assert sent_bytes(1024, 512, 0, Compression.HALF) == 512
 
 
 def test_published_frameworks_gather_beside_the_forward_all_but_the_first_layer() -> None:

@@ -20,7 +20,7 @@ from autopar.planner.costs.steps.framework import FrameworkConstants
 from autopar.planner.costs.steps.memory import memory_of
 from autopar.planner.costs.steps.stage_load import stage_load
 from autopar.planner.costs.steps.state import reduced_state_bytes
-from autopar.planner.precision import Precision
+from autopar.planner.precision import Compression, Precision
 from tests.planner.costs.step_factories import ARRANGEMENT, LAYER, SILENT, layer
 
 TWO = [LAYER, LAYER]
@@ -181,11 +181,28 @@ def test_one_rank_has_no_buffers_for_others() -> None:
     assert found.communication_bytes == 0
 
 
+@pytest.mark.parametrize(
+    ("zero", "shard", "lost"),
+    [
+        (Zero.NONE, 4, 4 + 1),  # all gradients, and a quarter of the mean
+        (Zero.OPTIMIZER, 4, 4),  # no rank needs another's part of the mean
+        (Zero.OPTIMIZER, 2, 2 + 1),  # half of the gradients, and half of that of the mean
+    ],
+)
+def test_each_rank_keeps_what_compression_has_lost(zero: Zero, shard: int, lost: int) -> None:
+    whole = replace(ARRANGEMENT, data=4, shard=shard, zero=zero, bucket_bytes=1000)
+    kept = replace(whole, compression=Compression.INT8)
+    before, after = (_alone(TWO, one, SILENT) for one in (whole, kept))
+    gradients = sum(one.gradient_bytes for one in TWO)
+    assert after.gradient_bytes - before.gradient_bytes == lost * gradients // 4
+    assert after.communication_bytes == 1000 * 3 // 2
+
+
 @pytest.mark.parametrize("zero", [Zero.NONE, Zero.OPTIMIZER])
 def test_only_gradients_that_travel_in_16_bits_are_copied(zero: Zero) -> None:
     arrangement = replace(ARRANGEMENT, data=2, shard=2, zero=zero, bucket_bytes=1000)
     assert _alone(TWO, arrangement, SILENT).communication_bytes == 0
-    compressed = replace(arrangement, compressed_gradients=True)
+    compressed = replace(arrangement, compression=Compression.HALF)
     assert _alone(TWO, compressed, SILENT).communication_bytes == 1000 // 2
 
 

@@ -18,7 +18,7 @@ from autopar.planner.costs.schedules.table import ScheduleKind
 from autopar.planner.costs.steps.bounds import least_step_seconds
 from autopar.planner.costs.steps.stage_load import stage_load
 from autopar.planner.costs.steps.step import predict
-from autopar.planner.precision import Precision
+from autopar.planner.precision import Compression, Precision
 from tests.cells import examples
 from tests.clock import least_seconds
 from tests.planner.costs.step_factories import ARRANGEMENT, LAYER, SILENT, layer
@@ -177,7 +177,7 @@ def test_buckets_hide_most_of_a_reduction() -> None:
 
 def test_gradients_of_16_bits_travel_in_less_time() -> None:
     wide = replace(ARRANGEMENT, data=8, bucket_bytes=2**62)
-    narrow = replace(wide, compressed_gradients=True)
+    narrow = replace(wide, compression=Compression.HALF)
     assert (
         predicted([[LAYER] * 8], narrow).step_seconds < predicted([[LAYER] * 8], wide).step_seconds
     )

@@ -28,6 +28,7 @@ from autopar.planner.plan.declared.file import parse_pins
 from autopar.planner.plan.declared.settings import declare
 from autopar.planner.plan.plan import BatchFacts
 from autopar.planner.plan.search.space import check_degrees, legal_degrees
+from autopar.planner.precision import Compression
 from tests.planner.plan.plans import arrangement, parts_of
 
 
@@ -56,7 +57,7 @@ def test_nothing_declared_leaves_every_choice() -> None:
     assert free == Constraints()
     assert free.schedules == tuple(ScheduleKind)
     assert allows(free, arrangement())
-    assert not allows(free, arrangement(compressed_gradients=True))  # only where asked for
+    assert not allows(free, arrangement(compression=Compression.HALF))  # only where asked for
 
 
 @pytest.mark.parametrize(

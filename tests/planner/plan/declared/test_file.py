@@ -25,7 +25,7 @@ from autopar.planner.plan.declared.file import (
 )
 from autopar.planner.plan.declared.settings import SETTINGS, example_file
 from autopar.planner.plan.search.space import legal_degrees
-from autopar.planner.precision import Precision
+from autopar.planner.precision import Compression, Precision
 
 DOCS = Path(__file__).parents[4] / "docs" / "constraints-file.md"
 
@@ -46,7 +46,7 @@ def test_the_example_of_the_docs_says_what_its_comments_say() -> None:
     assert constraints.memory == MemoryLimit(size_bytes=70 * 2**30)
     assert constraints.zero_levels == (Zero.OPTIMIZER,)
     assert constraints.schedules == (ScheduleKind.ONE_F_ONE_B,)
-    assert constraints.compression == (False, True)
+    assert constraints.compression == (Compression.NONE, Compression.HALF)
     assert constraints.bucket_bytes == (25 * 2**20, 100 * 2**20)
     assert constraints.splits == (SplitRule(modules="lm_head", axis="vocab", is_required=False),)
     assert constraints.stages == (StagePin(modules="wte", stage=0),)

@@ -21,7 +21,7 @@ from autopar.planner.plan.plan import Plan, without_graph
 from autopar.planner.plan.search.points import Variant
 from autopar.planner.plan.search.search import Explorer, search
 from autopar.planner.plan.solving.costing import SearchSubject
-from autopar.planner.precision import Precision
+from autopar.planner.precision import Compression, Precision
 from autopar.planner.programs.layouts.edges import crossing_tensors
 from tests.cells import cells
 from tests.planner.plan.plans import model, parts_of
@@ -167,7 +167,7 @@ def test_a_plan_of_the_search_comes_back_from_its_file() -> None:
         ({"pins__pp": 2, "pins__stages_per_rank": 2}, "stages_per_rank", 2),
         ({"precision": "fp32"}, "precision", Precision.FP32),
         ({"global_batch": 48}, "global_batch", 48),
-        ({"pins__dp": 4, "choices__compressed_gradients": True}, "compressed_gradients", True),
+        ({"pins__dp": 4, "choices__compressed_gradients": True}, "compression", Compression.HALF),
         ({"pins__dp": 4, "choices__bucket_sizes": ["1 MiB"]}, "bucket_bytes", 2**20),
     ],
 )

@@ -137,7 +137,7 @@ def _seconds(explorer: Explorer, arrangement: Arrangement) -> float:
     return min(
         predict(
             [[modes[Recompute.NONE] for modes in row]],
-            replace(arrangement, bucket_bytes=size, compressed_gradients=compressed),
+            replace(arrangement, bucket_bytes=size, compression=compressed),
             explorer.costing.cluster,
             constants=explorer.judge.questions.constants,
             model_flops=explorer.judge.model_flops,
