@@ -135,14 +135,13 @@ def restore(checkpoint: Checkpoint, parts: Sequence[nn.Module], optimizer: Optim
 def note_of_replicas(checkpoint: Checkpoint, optimizer: Optimizer) -> str | None:
     """Return a note if a checkpoint has the states of another number of replicas."""
     outer, keys = outer_of(optimizer), _state_keys(checkpoint).values()
-    stored = max((len(names) for found in keys for names in found.values()), default=1)
+    stored = max((len(names) for one in keys for names in one.values()), default=1)
     here = 1 if outer is None else outer.replica.size
     if stored == here:
         return None
-    is_dropped = outer is None and any(MOMENTUM in found for found in keys)
-    dropped = ", and the outer momentum is dropped" if is_dropped else ""
-    before = f"{stored} replica{'s' if stored > 1 else ''}, and the plan has {here}"
-    return f"the checkpoint has optimizer states of {before}: all begin with their mean{dropped}"
+    is_dropped = outer is None and any(MOMENTUM in one for one in keys)
+    of = f"{stored} replica{'s' * (stored > 1)}, and the plan has {here}: all begin with their mean"
+    return f"the checkpoint has optimizer states of {of}{', without momentum' * is_dropped}"
 
 
 def restore_random_states(checkpoint: Checkpoint, mesh: Mesh) -> None:
