@@ -31,7 +31,7 @@ def request(*, rules: Sequence[Declared] = ()) -> Request:
     )
 
 
-def planned_as_if_memory_pressed(request: Request) -> Planned:
+def planned_as_if_memory_pressed(request: Request, **_: object) -> Planned:
     """Return the plan with everything recomputed but what the constraints name."""
     pressed = constraints_of((*EVERYWHERE, *request.constraints.declared))
     return make_plans(replace(request, constraints=pressed))

@@ -49,7 +49,7 @@ def searched(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
     monkeypatch.setattr("autopar.planner.plan.fleet.search", search)
     monkeypatch.setattr("autopar.planner.plan.planned.fewer_as_fast", lambda *_, **__: None)
-    monkeypatch.setattr("autopar.planning.note_compiling", lambda *_: None)  # of another model
+    monkeypatch.setattr("autopar.notes.note_compiling", lambda *_: None)  # of another model
     return asked
 
 

@@ -96,8 +96,8 @@ def by_script(one: Idiom, path: Path, way: str, folder: Path) -> ByScript | Refu
     return ByScript(trained=_trained(folder, told.losses), notes=notes)
 
 
-def _one_plan(request: Request) -> Any:
-    return make_plans(request, looks_at_fewer=False)
+def _one_plan(request: Request, **options: Any) -> Any:
+    return make_plans(request, looks_at_fewer=False, **options)
 
 
 @dataclass(frozen=True, slots=True)

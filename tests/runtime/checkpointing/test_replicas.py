@@ -103,11 +103,11 @@ def _moment(training: Training) -> Tensor:
 
 
 def test_other_numbers_of_replicas_begin_with_the_mean_of_the_states(tmp_path: Path) -> None:
-    for shard, every, told in ((1, EVERY, "the plan has 4"), (4, 0, "momentum is dropped")):
+    for shard, every, told in ((1, EVERY, "the plan has 4"), (4, 0, "without momentum")):
         folder = tmp_path / f"{shard}"
         for note, of_state, of_weights in run_on_ranks(go_on_with_others, 4, folder, shard, every):
             assert note is not None
-            assert note.startswith("note: the checkpoint has optimizer states of 2 replicas")
+            assert note.startswith("the checkpoint has optimizer states of 2 replicas")
             assert told in note
             assert of_state < 1e-12
             assert of_weights == 0
