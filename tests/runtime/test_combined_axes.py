@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from autopar.runtime.data_parallel.wrapping import set_last, wrap
 from autopar.runtime.optimizer.building import build_optimizer
 from autopar.runtime.optimizer.gradients import clip_by_global_norm
-from autopar.runtime.ranks.mesh import Axis, start
+from autopar.runtime.ranks.mesh import Axis, Mesh, start
 from autopar.runtime.recompute.running_again import Mode, recompute
 from autopar.runtime.tensor.collectives import sum_gradients, sum_partials
 from tests.cells import cells
@@ -54,6 +54,13 @@ def inputs(step: int, rank: int, ranks: int) -> list[Tensor]:
     return [batch.chunk(ranks)[rank] for batch in batches]
 
 
+def learn(model: nn.Sequential, step: int, mesh: Mesh) -> None:
+    """Run the forwards and backwards of this rank's rows of a step."""
+    for index, x in enumerate(inputs(step, mesh.data.rank, mesh.data.size)):
+        set_last(model, index == MICROBATCHES - 1)
+        (model(x).square().mean() / MICROBATCHES).backward()
+
+
 def alone() -> dict[str, Tensor]:
     model = build(Axis(0, 1, None))
     optimizer = weight_decay_on_matrices(model.parameters())
@@ -76,9 +83,7 @@ def train(zero: int, shard: int | None, data: int, mode: Mode) -> tuple[int, dic
     optimizer = build_optimizer([model], weight_decay_on_matrices, zero=zero, mesh=mesh)
     for step in range(STEPS):
         optimizer.zero_grad()
-        for index, x in enumerate(inputs(step, mesh.data.rank, mesh.data.size)):
-            set_last(model, index == MICROBATCHES - 1)
-            (model(x).square().mean() / MICROBATCHES).backward()
+        learn(model, step, mesh)
         clip_by_global_norm([model], CLIP_NORM, mesh, split=split)
         optimizer.step()
     return mesh.tensor.rank, whole(model.named_parameters())

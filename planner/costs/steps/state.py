@@ -1,6 +1,7 @@
 """Sums what a rank holds throughout a step: parameters, gradients, optimizer states.
 
-ZeRO divides them between the shard ranks, and offload moves them to the host's memory.
+ZeRO divides them between the shard ranks, and offload moves them to the host's memory. Two
+questions follow: when ZeRO spares nothing, and when no rank can keep what compression loses.
 """
 
 from __future__ import annotations

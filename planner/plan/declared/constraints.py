@@ -245,7 +245,9 @@ def _check_local_steps(constraints: Constraints) -> None:
     """Raise if constraints demand local steps, and exclude them."""
     if 1 in local_steps(constraints):
         return
+    is_lossy = all(one.keeps_lost for one in compressions(constraints))
     rivals = {
+        "compression": (is_lossy, "what compression loses is not kept for each replica"),
         "precision": (constraints.precision.scales_loss, "in fp16 all ranks share a loss scale"),
         "offloads": (Offload.NONE not in constraints.offloads, "the outer step is on the device"),
     }

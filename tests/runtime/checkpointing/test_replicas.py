@@ -8,14 +8,14 @@ from torch import Tensor
 from autopar.runtime.checkpointing.finding import AUTO, find_checkpoint
 from autopar.runtime.checkpointing.manifest import Moment
 from autopar.runtime.checkpointing.restoring import note_of_replicas, restore
-from autopar.runtime.data_parallel.wrapping import set_last, wrap
+from autopar.runtime.data_parallel.wrapping import wrap
 from autopar.runtime.optimizer.building import build_optimizer
 from autopar.runtime.optimizer.outer import OuterOptimizer
 from autopar.runtime.ranks.mesh import start
 from tests.runtime.checkpointing.written import write_checkpoint
 from tests.runtime.processes import run_on_ranks
 from tests.runtime.small_training import weight_decay_on_matrices, whole
-from tests.runtime.test_combined_axes import MICROBATCHES, build, inputs
+from tests.runtime.test_combined_axes import build, learn
 
 EVERY = 2
 
@@ -36,10 +36,7 @@ class Training:
 
     def train(self, steps: range) -> None:
         for step in steps:
-            own = inputs(step, self.mesh.data.rank, self.mesh.data.size)
-            for index, x in enumerate(own):
-                set_last(self.model, index == MICROBATCHES - 1)
-                (self.model(x).square().mean() / MICROBATCHES).backward()
+            learn(self.model, step, self.mesh)
             self.optimizer.step()
             self.optimizer.zero_grad()
             if self.outer is not None and (step + 1) % EVERY == 0:

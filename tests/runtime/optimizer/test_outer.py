@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from autopar.runtime.data.loss import largest_norm
-from autopar.runtime.data_parallel.wrapping import set_last, wrap
+from autopar.runtime.data_parallel.wrapping import wrap
 from autopar.runtime.optimizer.building import build_optimizer
 from autopar.runtime.optimizer.gradients import clip_by_global_norm
 from autopar.runtime.optimizer.outer import OuterOptimizer, average
@@ -24,7 +24,7 @@ from tests.runtime.small_training import (
     weight_decay_on_matrices,
     whole,
 )
-from tests.runtime.test_combined_axes import MICROBATCHES, build, inputs, own_part
+from tests.runtime.test_combined_axes import MICROBATCHES, build, inputs, learn, own_part
 
 STEPS, REPLICAS = 6, 2
 DILOCO = {"lr": 0.7, "momentum": 0.9}
@@ -79,9 +79,7 @@ def train(
     averaging = OuterOptimizer([model], optimizer, mesh, **outer)
     for step in range(STEPS):
         optimizer.zero_grad()
-        for index, x in enumerate(inputs(step, mesh.data.rank, mesh.data.size)):
-            set_last(model, index == MICROBATCHES - 1)
-            (model(x).square().mean() / MICROBATCHES).backward()
+        learn(model, step, mesh)
         clip_by_global_norm([model], CLIP_NORM, mesh, split=split)
         optimizer.step()
         if (step + 1) % every == 0:
@@ -129,9 +127,7 @@ def train_unclipped() -> dict[str, Tensor]:
     averaging = OuterOptimizer([model], optimizer, mesh, **AVERAGE)
     for step in range(STEPS):
         optimizer.zero_grad()
-        for index, x in enumerate(inputs(step, mesh.data.rank, mesh.data.size)):
-            set_last(model, index == MICROBATCHES - 1)
-            (model(x).square().mean() / MICROBATCHES).backward()
+        learn(model, step, mesh)
         optimizer.step()
         averaging.step()
     return whole(model.named_parameters())

@@ -4,10 +4,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
-from autopar.codegen.proof.dryrun.rehearsing import distinct_ranks, rehearse
+from autopar.codegen.proof.dryrun.rehearsing import _drawn_on, distinct_ranks, rehearse
 from autopar.planner.costs.schedules.table import SCHEDULES, ScheduleKind, rank_of
 from autopar.planner.plan.telling.timeline import computing_seconds, slowed_step_seconds
+from autopar.runtime.ranks.mesh import ALONE
+from autopar.runtime.weights.initial_weights import build, record
 from tests.cells import cells
 from tests.codegen.matrix import plan_of
 from tests.planner.plan.plans import arrangement, prediction, small_plan
@@ -67,3 +71,17 @@ def test_ranks_with_equal_stages_are_measured_once() -> None:
         0,
         1,
     ]
+
+
+def test_matrices_are_drawn_on_the_device_and_all_else_by_the_constructor() -> None:
+    def made() -> nn.Module:
+        return nn.Sequential(nn.Linear(400, 300), nn.BatchNorm1d(300))
+
+    model, recipe = record(made, seed=0)
+    with _drawn_on(torch.device("cpu")):
+        recipe.materialise(model, {}, ALONE, torch.device("cpu"))
+    own, whole = dict(model.named_parameters()), build(made, seed=0)
+    matrix = own.pop("0.weight")
+    assert not torch.equal(matrix, whole.get_parameter("0.weight"))
+    assert matrix.std().item() == pytest.approx(1 / 20, rel=0.02)
+    assert all(torch.equal(one, whole.get_parameter(name)) for name, one in own.items())

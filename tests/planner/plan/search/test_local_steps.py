@@ -12,13 +12,14 @@ from autopar.planner.cluster.file import choose_cluster
 from autopar.planner.cluster.shape import group_shape
 from autopar.planner.costs.collectives.choice import collective_seconds
 from autopar.planner.costs.prediction import Arrangement, Prediction, Zero
+from autopar.planner.costs.steps.state import loses_unkept
 from autopar.planner.costs.steps.step import predict
 from autopar.planner.errors import AutoparError, InputError
 from autopar.planner.graph.ops import Buffer
 from autopar.planner.plan.declared.limits import with_local_steps
 from autopar.planner.plan.plan import Plan
 from autopar.planner.plan.telling.words import arrangement_words, meaning_notes
-from autopar.planner.precision import Allowed, Outer
+from autopar.planner.precision import Allowed, Compression, Outer
 from tests.planner.costs.step_factories import ARRANGEMENT, LAYER, SILENT
 from tests.planner.plan.searches import declared, planned, two_nodes
 from tests.planner.subjects import zoo_graph
@@ -99,12 +100,26 @@ def test_local_steps_need_several_replicas() -> None:
         found(SLOW, choices__sync_every=100, pins__shard=4, pins__dp=4)
 
 
-@pytest.mark.parametrize("rival", [{"precision": "fp16"}, {"offload": "optimizer"}])
+@pytest.mark.parametrize(
+    "rival",
+    [
+        {"precision": "fp16"},
+        {"offload": "optimizer"},
+        {"choices__compressed_gradients": "int8"},
+    ],
+)
 def test_what_excludes_local_steps_is_told(rival: dict[str, str]) -> None:
     with pytest.raises(InputError, match="exclude each other"):
         declared(choices__sync_every=10, **rival)
     allowed = declared(choices__allow="local-steps", **rival)  # the search leaves them out
     assert allowed.allowed == (Allowed.LOCAL_STEPS,)
+
+
+def test_no_replica_compresses_gradients_that_local_steps_leave_to_it() -> None:
+    several = replace(LOCAL, zero=Zero.NONE)
+    lossy = {one for one in Compression if one.keeps_lost}
+    assert {c for c in Compression if loses_unkept(replace(several, compression=c))} == lossy
+    assert not any(loses_unkept(replace(several, sync_every=1, compression=c)) for c in lossy)
 
 
 def test_a_model_that_writes_other_buffers_has_no_local_steps() -> None:
