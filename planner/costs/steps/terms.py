@@ -17,6 +17,7 @@ from autopar.planner.costs.schedules.simulation import StageSeconds
 from autopar.planner.costs.schedules.table import rank_of
 from autopar.planner.costs.steps.stage_load import RankGroups, StageLoad, sent_bytes, summed_seconds
 from autopar.planner.costs.steps.stage_price import DataSeconds
+from autopar.planner.costs.steps.state import gathered_bytes, gathers_float8
 from autopar.planner.precision import Compression
 
 _ROUNDING = 1e-12  # idle times up to this share of the pipeline's time are rounding errors
@@ -205,7 +206,8 @@ def _data_terms(step: StepTerms, busiest: BusiestRank) -> Iterator[Communication
         collective=Collective.ALL_GATHER if arrangement.averaging_ranks > 1 else "copy",
         ranks=arrangement.shard,
         count=sum(one.gathers for one in own),
-        payload_bytes=(2 * each if is_sharded else 1) * sum(load.parameter_bytes for load in loads),
+        payload_bytes=(2 * each if is_sharded else 1)
+        * sum(int(gathered_bytes(load, in_float8=gathers_float8(arrangement))) for load in loads),
         seconds=gathers,
         exposed_seconds=min(waited, gathers),
     )
@@ -276,7 +278,8 @@ def _sent_bytes(load: StageLoad, arrangement: Arrangement) -> int:
 def _gather_words(arrangement: Arrangement) -> str:
     fetched = "fetched from the host" if arrangement.shards_on_host else ""
     gathered = "gathered over the data axis" if arrangement.averaging_ranks > 1 else ""
-    return f"parameters {' and '.join(filter(None, (fetched, gathered)))}"
+    narrow = ", weights of float8 products in float8" if gathers_float8(arrangement) else ""
+    return f"parameters {' and '.join(filter(None, (fetched, gathered)))}{narrow}"
 
 
 def _reduction_words(arrangement: Arrangement) -> str:
