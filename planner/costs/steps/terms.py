@@ -156,12 +156,14 @@ def communication_terms(
     *,
     tied_gradient_bytes: int,
     transfer_wait_seconds: float,
+    host_bytes_per_second: float,
 ) -> tuple[CommunicationTerm, ...]:
     """Return each kind of communication of the busiest rank that takes time."""
     busiest = busiest_rank(step)
     terms = (
         _tensor_term(step, busiest),
         *_data_terms(step, busiest),
+        _saved_term(step, busiest, host_bytes_per_second),
         _replicated_term(step, busiest, groups),
         _pipeline_term(step, busiest, transfer_wait_seconds),
         _outer_term(step, busiest),
@@ -289,6 +291,24 @@ def _reduction_words(arrangement: Arrangement) -> str:
     own = arrangement.compression
     sent = f", {own.sums}" if own is not Compression.NONE else ""
     return f"gradients summed over the data axis{sent}{copied}"
+
+
+def _saved_term(
+    step: StepTerms, busiest: BusiestRank, host_bytes_per_second: float
+) -> CommunicationTerm:
+    """Return the copies of saved tensors to the host and back, which run beside the layers."""
+    each, loads = 2 * step.arrangement.microbatches, [step.loads[one] for one in busiest.stages]
+    layers = (one.count for load in loads for one in load.works if one.cost.host_saved_bytes)
+    size = each * sum(load.host_saved_bytes for load in loads)
+    return CommunicationTerm(
+        reason="saved activations copied to the host and back",
+        collective="copy",
+        ranks=1,
+        count=each * sum(layers),
+        payload_bytes=size,
+        seconds=size / host_bytes_per_second,
+        exposed_seconds=busiest.host_wait_seconds,
+    )
 
 
 def _replicated_term(
