@@ -286,6 +286,7 @@ def _cost(
         gradient_bytes=own.gradient_bytes,
         optimizer_bytes=own.optimizer_bytes,
         replicated_gradient_bytes=own.replicated_gradient_bytes,
+        whole_gradient_bytes=own.whole_gradient_bytes,
         thin_gradient_bytes=own.thin_gradient_bytes,
         measured_seconds=_measured(flow, again.ops),
         statistics=Statistics(

@@ -137,7 +137,7 @@ def _loads(layers: Sequence[RepeatedLayers], compression: Compression) -> tuple[
         for own in (one.load,)
         for sent in (
             sent_bytes(
-                own.gradient_bytes, own.summed_gradient_bytes, own.thin_gradient_bytes, compression
+                own.gradient_bytes, own.whole_gradient_bytes, own.thin_gradient_bytes, compression
             ),
         )
         for load in (replace(own, gradient_bytes=sent),) * one.count
@@ -392,6 +392,6 @@ def data_groups(
 
 def compressing_seconds(load: StageLoad, arrangement: Arrangement, rates: Throughput) -> float:
     """Return the seconds of the kernels that compress a stage's gradients, once in a step."""
-    elements = (load.gradient_bytes - load.replicated_gradient_bytes) / GRADIENT_BYTES
+    elements = (load.gradient_bytes - load.whole_gradient_bytes) / GRADIENT_BYTES
     moved = elements * arrangement.compression.moved_bytes * (arrangement.data > 1)
     return moved / rates.stream_bytes_per_second
