@@ -245,12 +245,12 @@ def _compiled(constraints: Constraints) -> Constraints:
 
 def _check_local_steps(constraints: Constraints) -> None:
     """Raise if constraints demand local steps, and exclude them or leave too few for all parts."""
-    steps, parts = local_steps(constraints)[-1], constraints.outer_parts
-    if parts > 1 and steps < LEAST_OF_PART * parts:
+    steps, least = constraints.sync_every, LEAST_OF_PART * constraints.outer_parts
+    if constraints.outer_parts > 1 and steps is not None and steps < least:
         both = [one for one in constraints.declared if one.field in ("sync_every", "outer_parts")]
         raise InputError(
             f"{conflict_text(both)}: each part needs {LEAST_OF_PART} local steps",
-            fix=f"take --sync-every {LEAST_OF_PART * parts} or more, or fewer --outer-parts",
+            fix=f"take --sync-every {least} or more, or fewer --outer-parts",
         )
     if 1 in local_steps(constraints):
         return
@@ -306,7 +306,8 @@ def allows(constraints: Constraints, arrangement: Arrangement) -> bool:
 def local_steps(constraints: Constraints) -> tuple[int, ...]:
     """Return the allowed numbers of local steps; 1 stands for none."""
     if Allowed.LOCAL_STEPS in constraints.allowed:
-        return tuple(sorted({1, constraints.sync_every or LOCAL_STEPS}))
+        usual = max(LOCAL_STEPS, LEAST_OF_PART * constraints.outer_parts)
+        return tuple(sorted({1, constraints.sync_every or usual}))
     return (constraints.sync_every or 1,)
 
 

@@ -70,7 +70,7 @@ def alone(every: int, outer: dict[str, float]) -> dict[str, Tensor]:
 
 
 def train(
-    zero: int, shard: int, tensor: int, every: int, outer: dict[str, float], kind: Any
+    zero: int, shard: int, tensor: int, every: int, outer: dict[str, Any], kind: Any
 ) -> tuple[int, dict[str, Tensor]]:
     mesh = start(data=REPLICAS * shard, tensor=tensor, shard=shard, sync_every=every)
     model = build(mesh.tensor)

@@ -17,6 +17,7 @@ from autopar.planner.costs.steps.state import loses_unkept
 from autopar.planner.costs.steps.step import predict
 from autopar.planner.errors import AutoparError, InputError
 from autopar.planner.graph.ops import Buffer
+from autopar.planner.plan.declared.constraints import local_steps
 from autopar.planner.plan.declared.limits import with_local_steps
 from autopar.planner.plan.plan import Plan
 from autopar.planner.plan.telling.words import arrangement_words, meaning_notes
@@ -134,9 +135,10 @@ def test_demanded_parts_are_printed_and_told() -> None:
 
 
 def test_parts_need_local_steps_of_their_own() -> None:
-    for places in ({"choices__sync_every": 7}, {}):
-        with pytest.raises(InputError, match="each part needs 2 local steps"):
-            declared(choices__outer_parts=4, **places)
+    with pytest.raises(InputError, match=r"7 local steps .* each part needs 2 local steps"):
+        declared(choices__outer_parts=4, choices__sync_every=7)
+    allowed = declared(choices__outer_parts=40, choices__allow="local-steps")
+    assert local_steps(allowed) == (1, 80)
 
 
 def test_local_steps_need_several_replicas() -> None:
