@@ -34,6 +34,7 @@ class LayerLoad:
     gradient_bytes: float
     summed_gradient_bytes: float = 0.0  # of these, what tensor ranks add up: never compressed
     thin_gradient_bytes: float = 0.0  # of the others, as PowerSGD sends them
+    float8_elements: int = 0  # of weights that can be gathered in float8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

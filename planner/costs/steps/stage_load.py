@@ -37,14 +37,14 @@ class RepeatedLayers:
 class LayerWork:
     """Equal layers in a backward.
 
-    `next_parameter_bytes` are those of the layer whose backward comes next, which ZeRO-3 has
-    already gathered. `beside_bytes` are saved on the host by the nearest layer before: they are on
-    their way there during this layer's forward, and on their way back during its backward.
+    ZeRO-3 has already gathered the layer whose backward comes `next`. `beside_bytes` are saved on
+    the host by the nearest layer before: they are on their way there during this layer's forward,
+    and on their way back during its backward.
     """
 
     cost: LayerCost
     count: int
-    next_parameter_bytes: int
+    next: LayerCost | None
     beside_bytes: int = 0
 
 
@@ -67,6 +67,7 @@ class StageLoad:
     optimizer_bytes: int
     replicated_gradient_bytes: int
     thin_gradient_bytes: int
+    float8_elements: int
     deferred_bytes: int
     host_saved_bytes: int
     host_wait_seconds: float
@@ -141,14 +142,13 @@ def _runs(layers: Sequence[LayerCost]) -> Iterator[tuple[LayerCost, int]]:
 
 
 def _works(runs: Sequence[tuple[LayerCost, int]]) -> Iterator[LayerWork]:
-    before = beside = 0
+    before: LayerCost | None = None
+    beside = 0
     for cost, count in runs:
         for number in (1, count - 1):
             if number:
-                yield LayerWork(
-                    cost=cost, count=number, next_parameter_bytes=before, beside_bytes=beside
-                )
-            before, beside = cost.parameter_bytes, cost.host_saved_bytes or beside
+                yield LayerWork(cost=cost, count=number, next=before, beside_bytes=beside)
+            before, beside = cost, cost.host_saved_bytes or beside
 
 
 def _load(cost: LayerCost) -> LayerLoad:
@@ -156,6 +156,7 @@ def _load(cost: LayerCost) -> LayerLoad:
         forward_seconds=cost.forward_seconds,
         backward_seconds=cost.backward_seconds,
         parameter_bytes=cost.parameter_bytes,
+        float8_elements=cost.float8_elements,
         gradient_bytes=cost.gradient_bytes,
         summed_gradient_bytes=cost.replicated_gradient_bytes,
         thin_gradient_bytes=cost.thin_gradient_bytes,
