@@ -194,6 +194,7 @@ def optimizer_bytes(precision: Precision, moments: float) -> float:
 
 
 LOCAL_STEPS = 64  # between two outer steps, where no other number is declared
+LEAST_OF_PART = 2  # local steps for each part that has outer steps of its own
 
 
 class Outer(StrEnum):

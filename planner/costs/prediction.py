@@ -190,6 +190,7 @@ class Arrangement:
     rows: tuple[Rows, ...] = ()
     sync_every: Repeats = 1  # local steps of each replica between two outer steps; 1: no local ones
     outer: Outer = Outer.NONE  # of local steps
+    outer_parts: Repeats = 1  # of the model, which have outer steps in turn
     # which of the tried orders of unlike nodes; 0 in a plan: its cluster has the chosen order
     order: Number = 0
 
@@ -389,6 +390,7 @@ class Prediction:
     stages: tuple[StagePrediction, ...]
     model_flops: Flops  # of a step, all ranks, without recomputation
     peak_flops_per_second: Rate  # of all devices together
+    outer_delay: Number = 0  # local steps for which a part of the model is sent
 
     @property
     def mfu(self) -> float:
