@@ -191,8 +191,7 @@ class Arrangement:
     sync_every: Repeats = 1  # local steps of each replica between two outer steps; 1: no local ones
     outer: Outer = Outer.NONE  # of local steps
     outer_parts: Repeats = 1  # of the model, which have outer steps in turn
-    # which of the tried orders of unlike nodes; 0 in a plan: its cluster has the chosen order
-    order: Number = 0
+    order: Number = 0  # of the tried ones of unlike nodes; 0 in a plan, whose cluster is in order
 
     @property
     def ranks(self) -> int:
