@@ -129,6 +129,11 @@ class Compression(StrEnum):
         one.is_low_rank, one.words, one.sums = others
         return one
 
+    @property
+    def rounds_sums(self) -> bool:
+        """Whether ranks round what they add up, in an order that no other process can repeat."""
+        return self.share < 1 and not self.keeps_lost
+
 
 _RANK = 4  # of PowerSGD
 
@@ -189,6 +194,7 @@ def optimizer_bytes(precision: Precision, moments: float) -> float:
 
 
 LOCAL_STEPS = 64  # between two outer steps, where no other number is declared
+LEAST_OF_PART = 2  # local steps for each part that has outer steps of its own
 
 
 class Outer(StrEnum):

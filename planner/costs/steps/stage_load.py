@@ -21,7 +21,7 @@ from autopar.planner.costs.kernels.rates import Throughput, rates_of
 from autopar.planner.costs.prediction import Arrangement, LayerCost
 from autopar.planner.costs.schedules.simulation import StageSeconds
 from autopar.planner.costs.steps.overlap import LayerLoad
-from autopar.planner.precision import Compression, Precision
+from autopar.planner.precision import GRADIENT_BYTES, Compression, Precision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +66,7 @@ class StageLoad:
     gradient_bytes: int
     optimizer_bytes: int
     replicated_gradient_bytes: int
+    whole_gradient_bytes: int
     thin_gradient_bytes: int
     float8_elements: int
     deferred_bytes: int
@@ -158,7 +159,7 @@ def _load(cost: LayerCost) -> LayerLoad:
         parameter_bytes=cost.parameter_bytes,
         float8_elements=cost.float8_elements,
         gradient_bytes=cost.gradient_bytes,
-        summed_gradient_bytes=cost.replicated_gradient_bytes,
+        whole_gradient_bytes=cost.whole_gradient_bytes,
         thin_gradient_bytes=cost.thin_gradient_bytes,
     )
 
@@ -305,16 +306,54 @@ def with_first_fetch(
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OuterSeconds:
+    """A local step's share of outer steps, for one stage."""
+
+    computed: float
+    sent: float  # beside later local steps, if outer steps go through the model in parts
+
+
+_OUTER_BYTES = 120  # read and written for each element: change and mean 36, SGD 44, parameters 40
+
+
+def outer_seconds(
+    load: StageLoad, devices: Sequence[Throughput], groups: RankGroups, arrangement: Arrangement
+) -> OuterSeconds:
+    """Return a local step's share of outer steps: one for each part of the model in every round.
+
+        computed  =  (120 bytes for each element of this rank's part of the parameters ÷ bandwidth
+                     + ZeRO-1's gather inside the replica · parts of the model) ÷ local steps
+        sent      =  all-reduce of a part of the model, in fp32, over the replicas · parts
+                     ÷ local steps
+
+    Parts of the model count as equally large. Running statistics of norms are left out, and what
+    messages slow down while they are sent beside local steps.
+    """
+    if not arrangement.is_local:
+        return OuterSeconds(computed=0.0, sent=0.0)
+    own_bytes, parts = load.gradient_bytes / arrangement.optimizer_ranks, arrangement.outer_parts
+    slowest = min(rates.stream_bytes_per_second for rates in devices)
+    computed = own_bytes / GRADIENT_BYTES * _OUTER_BYTES / slowest
+    if arrangement.zero.gathers_updated:
+        whole = round(load.parameter_bytes)
+        computed += parts * collective_seconds(Collective.ALL_GATHER, whole, groups.shard)
+    sent = parts * summed_seconds(groups.outer, own_bytes / parts)
+    return OuterSeconds(
+        computed=computed / arrangement.sync_every, sent=sent / arrangement.sync_every
+    )
+
+
 def sent_bytes(
-    gradient_bytes: float, summed_bytes: float, thin_bytes: float, compression: Compression
+    gradient_bytes: float, whole_bytes: float, thin_bytes: float, compression: Compression
 ) -> float:
     """Return the bytes of gradients as they are sent, from those of fp32.
 
-    By PowerSGD, `thin_bytes` are sent of all but `summed_bytes`. Gradients that tensor ranks add up
-    (`summed_bytes`) are sent whole if losses are kept: the loss of a partial sum would differ
-    between tensor ranks.
+    By PowerSGD, `thin_bytes` are sent of all but `whole_bytes`. Gradients that tensor ranks or
+    stages add up (`whole_bytes`) are sent whole if losses are kept: the loss of a partial sum would
+    differ between these ranks.
     """
     if compression.is_low_rank:
-        return summed_bytes + thin_bytes
-    whole = summed_bytes if compression.keeps_lost else 0.0
+        return whole_bytes + thin_bytes
+    whole = whole_bytes if compression.keeps_lost else 0.0
     return whole + (gradient_bytes - whole) * compression.share

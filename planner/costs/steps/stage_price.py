@@ -50,9 +50,11 @@ from autopar.planner.costs.steps.overlap import (
     summing,
 )
 from autopar.planner.costs.steps.stage_load import (
+    OuterSeconds,
     RankGroups,
     RepeatedLayers,
     StageLoad,
+    outer_seconds,
     sent_bytes,
     stage_load,
     summed_seconds,
@@ -137,11 +139,11 @@ def _loads(layers: Sequence[RepeatedLayers], groups: DataGroups) -> tuple[LayerL
 
 
 def _as_sent(load: LayerLoad, groups: DataGroups) -> LayerLoad:
-    own, summed, thin = load.gradient_bytes, load.summed_gradient_bytes, load.thin_gradient_bytes
+    own, whole, thin = load.gradient_bytes, load.whole_gradient_bytes, load.thin_gradient_bytes
     return replace(
         load,
         parameter_bytes=gathered_bytes(load, in_float8=groups.gathers_float8),
-        gradient_bytes=sent_bytes(own, summed, thin, groups.compression),
+        gradient_bytes=sent_bytes(own, whole, thin, groups.compression),
     )
 
 
@@ -275,7 +277,7 @@ class StagePrice:
     transfer_seconds: float  # to send its results to the next stage, for one microbatch
     reduction_seconds: float  # after its last backward: over the data ranks and the tensor axis
     optimizer_seconds: float  # the stages of a rank add up
-    outer_seconds: float  # of an outer step, as one of the local steps has it
+    outer: OuterSeconds
 
 
 def stage_price(
@@ -312,33 +314,8 @@ def stage_price(
         + max(compressing_seconds(load, arrangement, rates) for rates in devices)
         + summed_seconds(groups.tensor, load.replicated_gradient_bytes),
         optimizer_seconds=_optimizer_seconds(load, devices, groups, arrangement, constants),
-        outer_seconds=_outer_seconds(load, devices, groups, arrangement),
+        outer=outer_seconds(load, devices, groups, arrangement),
     )
-
-
-_OUTER_BYTES = 68  # read and written for each element: the change, both copies, SGD's step
-
-
-def _outer_seconds(
-    load: StageLoad, devices: Sequence[Throughput], groups: RankGroups, arrangement: Arrangement
-) -> float:
-    """Return a local step's share of the outer step, for one stage.
-
-        (all-reduce of this rank's part of the parameters, in fp32, over the replicas
-        + 68 bytes for each of its elements ÷ bandwidth
-        + ZeRO-1's gather inside the replica) ÷ local steps
-
-    Nothing overlaps. Running statistics of norms are left out.
-    """
-    if not arrangement.is_local:
-        return 0.0
-    part_bytes = load.gradient_bytes / arrangement.optimizer_ranks
-    seconds = summed_seconds(groups.outer, part_bytes)
-    slowest = min(rates.stream_bytes_per_second for rates in devices)
-    seconds += part_bytes / 4 * _OUTER_BYTES / slowest
-    if arrangement.zero.gathers_updated:
-        seconds += _seconds(Collective.ALL_GATHER, groups.shard)(load.parameter_bytes)
-    return seconds / arrangement.sync_every
 
 
 def _with_gradients(
@@ -394,6 +371,6 @@ def data_groups(
 
 def compressing_seconds(load: StageLoad, arrangement: Arrangement, rates: Throughput) -> float:
     """Return the seconds of the kernels that compress a stage's gradients, once in a step."""
-    elements = (load.gradient_bytes - load.replicated_gradient_bytes) / GRADIENT_BYTES
+    elements = (load.gradient_bytes - load.whole_gradient_bytes) / GRADIENT_BYTES
     moved = elements * arrangement.compression.moved_bytes * (arrangement.data > 1)
     return moved / rates.stream_bytes_per_second

@@ -7,6 +7,7 @@ questions follow: when ZeRO spares nothing, and when no rank can keep what compr
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import ceil
 from typing import Protocol
 
 from autopar.planner.costs.prediction import Arrangement
@@ -117,8 +118,12 @@ def state_by_category(
 
 
 def _optimizer_bytes(size_bytes: int, gradient_bytes: int, arrangement: Arrangement) -> int:
-    """Return the optimizer's states, and the outer optimizer's: fp32 as gradients are."""
-    size_bytes += arrangement.outer.copies * gradient_bytes
+    """Return the optimizer's states, and the outer optimizer's: fp32 as gradients are.
+
+    A part of the model that is on its way is held twice: its change, and as it was sent.
+    """
+    on_its_way = 2 / arrangement.outer_parts if arrangement.outer_parts > 1 else 0
+    size_bytes += ceil((arrangement.outer.copies + on_its_way) * gradient_bytes)
     is_here = not arrangement.offload.has_states
     return is_here * _part(size_bytes, arrangement.optimizer_ranks, is_divided=True)
 
