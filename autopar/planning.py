@@ -32,6 +32,7 @@ from autopar.planner.plan.files.cache import (
     CachedScript,
     Question,
     cache_folder,
+    owners,
 )
 from autopar.planner.plan.files.document import parse_plan, plan_text
 from autopar.planner.plan.plan import Plan, StoredPlan, with_graph
@@ -389,6 +390,7 @@ def write_script() -> None:
         known = question.find(cache_of(uses_cache=True))
         graph = None if known is None else known.graph
         built = BuiltModel.of(load_model_file(model, question.arguments), graph)
+        owners()  # needed to keep the script: found while the search goes on
         if text := given.read():
             plan: StoredPlan = parse_plan(text, where="stdin")
             if known is not None and fits(plan, known):
