@@ -21,7 +21,7 @@ from autopar.codegen.proof.draws import AxisSizes
 from autopar.codegen.proof.exactness import failure_of
 from autopar.codegen.proof.plain import Task, TrainedAlone, task_of, train_alone
 from autopar.codegen.proof.plain_half import PlainHalf, train_in_half
-from autopar.codegen.proof.plain_sums import RowsMeetError
+from autopar.codegen.proof.plain_sums import RowsMeetError, rounding_note
 from autopar.codegen.proof.pretended_device import device_draw_faults
 from autopar.codegen.proof.replicas import STEPS_COMPARED
 from autopar.codegen.proof.script_rank import Job
@@ -38,7 +38,7 @@ from autopar.planner.precision import Float8
 
 _DIGEST = "# Written by autopar "
 _ADAMW_SETTINGS = {one.name: one.name.upper() for one in fields(AdamWDefaults)}
-_OUTER_SETTINGS = {"rate": "OUTER_RATE", "momentum": "OUTER_MOMENTUM"}
+_OUTER_SETTINGS = {name: f"OUTER_{name.upper()}" for name in ("rate", "momentum", "parts", "delay")}
 _NEEDED = ("main", "train_step")  # `main` is run, `train_step` is watched
 
 
@@ -61,7 +61,7 @@ class GivenScript:
     seed: int
     clip_norm: float | None
     adamw: AdamWDefaults
-    outer: Mapping[str, float]  # settings of the outer optimizer, if they are in the script
+    outer: Mapping[str, Any]  # settings of the outer optimizer, if they are in the script
 
 
 def read_script_of(plan: Plan, path: Path, folder: Path) -> GivenScript:
@@ -207,11 +207,10 @@ def verify(
     )
     half_steps = steps_in_half(plan, half_steps, steps)
     if task.local is not None:
-        steps, half_steps = -(-steps // STEPS_COMPARED) * STEPS_COMPARED, 0
-        local = replace(task.local, counting_script=str(script.path))
-        rates = {key: script.outer.get(key, getattr(local, key)) for key in _OUTER_SETTINGS}
-        local = replace(local, rate=rates["rate"], momentum=rates["momentum"])
-        task = replace(task, steps=steps, local=local)
+        local = replace(task.local, counting_script=str(script.path), **script.outer)
+        every, delay = STEPS_COMPARED * local.parts, min(local.delay, STEPS_COMPARED - 1)
+        steps, half_steps = -(-max(steps, 2 * every) // every) * every, 0
+        task = replace(task, steps=steps, local=replace(local, every=every, delay=delay))
     begun = time.monotonic()
     expected, not_compressed = _trained_alone(task, plan)
     half, notes = _trained_in_half(plan, task, half_steps)
@@ -246,13 +245,16 @@ def _local_notes(plan: Plan) -> Iterator[str]:
     """Yield a note on how local steps are compared."""
     if plan.arrangement.is_local:
         yield (
-            f"one process played all replicas; outer steps follow after {STEPS_COMPARED} local "
-            f"steps, not after {plan.arrangement.sync_every}, and float64 alone is compared"
+            "one process played all replicas; outer steps follow after "
+            f"{STEPS_COMPARED * plan.arrangement.outer_parts} local steps, not after "
+            f"{plan.arrangement.sync_every}, and float64 alone is compared"
         )
 
 
 def _trained_alone(task: Task, plan: Plan) -> tuple[TrainedAlone, tuple[str, ...]]:
     """Train in one process; return a note if it cannot compress gradients as the plan does."""
+    if plan.arrangement.compression.rounds_sums:
+        return train_alone(task), (rounding_note(plan),)
     try:
         return train_alone(task), ()
     except RowsMeetError:

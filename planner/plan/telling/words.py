@@ -112,7 +112,8 @@ def local_words(arrangement: Arrangement) -> str:
     if not arrangement.is_local:
         return ""
     replicas = arrangement.data // arrangement.shard
-    each = f"{arrangement.sync_every} local steps ({arrangement.outer})"
+    parts = f", {arrangement.outer_parts} parts" * (arrangement.outer_parts > 1)
+    each = f"{arrangement.sync_every} local steps ({arrangement.outer}{parts})"
     of = f" of {arrangement.ranks // replicas}" if arrangement.ranks > replicas else ""
     return f"{replicas} replicas{of}, {each}"
 
@@ -213,9 +214,17 @@ def replicas_apart(plan: Plan) -> str:
         return ""
     return (
         f"{arranged.data // arranged.shard} replicas take {arranged.sync_every} local steps before "
-        "an outer optimizer averages them, as was allowed, so this is not the training of one "
-        "device."
+        f"an outer optimizer averages them, {_turns(plan)}as was allowed, so this is not the "
+        "training of one device."
     )
+
+
+def _turns(plan: Plan) -> str:
+    """Return how outer steps go through the model in parts, with a comma, or ""."""
+    if not (delay := plan.prediction.outer_delay):
+        return ""
+    arranged, steps = plan.arrangement, f"{delay} local step{'s' * (delay > 1)}"
+    return f"a part of {arranged.outer_parts} at a time, each sent during {steps}, "
 
 
 def statistics_apart(plan: Plan) -> str:
