@@ -353,7 +353,8 @@ class _ScriptProcess:
 
             self._tracing = lengths_process(asked, model, cache_of(uses_cache=True))
             return
-        code = f"import sys; sys.path[:] = {sys.path!r}; import {__name__} as p; p.write_script()"
+        code = f"import sys; sys.path[:] = {sys.path!r}; import autopar.__main__, {__name__} as p; "
+        code += "autopar.__main__.collect_rarely(); p.write_script()"
         given = (str(self._place), model, TypeAdapter(Question).dump_json(asked).decode())
         with suppress(OSError):
             self._writing = Popen(

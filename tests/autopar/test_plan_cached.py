@@ -14,7 +14,7 @@ import pytest
 from autopar.codegen import subject
 from autopar.planner.costs.ops.pricer import OpPricer
 from autopar.planner.layers import Layers
-from autopar.planner.plan.bounds import bounding
+from autopar.planner.plan.bounds import bounding, least
 from autopar.planner.plan.files.cache import PLACE, cached_sizes
 from autopar.planner.plan.files.document import read_plan
 from autopar.planner.programs.layouts.choice import LayoutProgram
@@ -116,13 +116,13 @@ def test_what_an_earlier_search_found_is_not_found_again(
     autopar: Autopar, store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     solved = list[tuple[str, int, int, bool]]()  # what, tensor ranks, rows, whether compiled
-    least, find_least = list[tuple[int, int, bool]](), bounding.least_classes
+    timed = list[tuple[int, int, bool]]()  # tensor ranks, rows, whether compiled
 
-    def watched_least(pricer: OpPricer, layers: Layers, *, tensor: int, **rest: Any) -> object:
-        least.append((tensor, pricer.batch, pricer.compiles))
-        return find_least(pricer, layers, tensor=tensor, **rest)
+    def watched_times(pricer: OpPricer, layers: Layers, *, tensor: int, **rest: Any) -> object:
+        timed.append((tensor, pricer.batch, pricer.compiles))
+        return least.least_classes(pricer, layers, tensor=tensor, **rest)
 
-    monkeypatch.setattr(bounding, "least_classes", watched_least)
+    monkeypatch.setattr(bounding, "least_classes", watched_times)
     for name in ("fastest", "front"):
         solve = getattr(LayoutProgram, name)
 
@@ -137,15 +137,15 @@ def test_what_an_earlier_search_found_is_not_found_again(
     pins = ("tp=2", "dp=2", "pp=2", "microbatch=1")
     for pin in pins:
         assert autopar(*PLAN, "--pin", pin, "-o", f"{pin} warm").code == 0
-    with_cache, with_least = len(solved), len(least)
+    with_cache, with_times = len(solved), len(timed)
     assert len(set(solved)) == with_cache
-    assert len(set(least)) == with_least
+    assert len(set(timed)) == with_times
     assert kept(store).count("prices") == len({one[1:] for one in solved})
     for pin in pins:
         assert autopar(*PLAN, "--pin", pin, "-o", f"{pin} fresh", "--no-cache").code == 0
         assert contents(f"{pin} warm") == contents(f"{pin} fresh")
     assert len(solved) > 2 * with_cache
-    assert len(least) > with_least + 1
+    assert len(timed) > with_times + 1
 
 
 def test_a_search_that_a_time_limit_ended_is_not_kept(autopar: Autopar, store: Path) -> None:
@@ -289,6 +289,14 @@ def test_what_the_other_process_cannot_write_is_written_or_refused_by_this_one(
     assert "note: planned again without the cache: the model file builds another" in ran.stderr
     assert ran.stdout.endswith("True\n")
     assert kept(store).count("script") == 1
+
+
+def test_a_process_does_not_search_its_objects_when_it_ends() -> None:
+    code = (
+        "import atexit, gc; atexit.register(lambda: print(gc.get_freeze_count() > 0)); "
+        "from autopar.__main__ import collect_rarely; collect_rarely()"
+    )
+    assert in_a_new_process("-c", code).stdout == "True\n"
 
 
 @pytest.mark.parametrize("words", ["--help", "--version", "doctor --version", "doctor --help"])
