@@ -111,6 +111,7 @@ class PriceBook:
                 layers=self.subject.layers,
                 compiles=compile_ is Compile.LAYERS,
                 float8=self.float8,
+                fusings=self.prices.fusings,
             )
         return pricers[key]
 
