@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 from autopar.planner.axes.naming import Hint, Unifier, hints_of, named
 from autopar.planner.graph.graph import Graph
-from autopar.planner.graph.ops import Op, TensorOrigin
+from autopar.planner.graph.ops import Extent, Op, TensorOrigin
 from autopar.planner.rules.signature import (
     Case,
     Concat,
@@ -59,6 +59,14 @@ class GraphAxes:
     def text(self, dim: Dim) -> str:
         """Return a dim with the names of its axes, for people."""
         return text_of(substituted(dim, lambda leaf: Leaf(self.names[leaf.name], leaf.size)))
+
+    @cached_property
+    def sizes_of_rows(self) -> tuple[Extent, ...]:
+        """The distinct sizes that depend on the batch, of axes of tensors and of ops' letters."""
+        letters = (dim for op in self.ops.values() for dim in op.letters.values())
+        dims = (*(dim for own in self.dims.values() for dim in own), *letters)
+        sizes = (leaf.size for dim in dims for leaf in leaves(dim))
+        return tuple(dict.fromkeys(size for size in sizes if not size.is_constant))
 
     @cached_property
     def of_rows(self) -> frozenset[str]:

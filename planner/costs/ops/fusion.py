@@ -90,30 +90,16 @@ def _seconds(case: OpCase, names: Sequence[str], *, starts: bool) -> float:
     return seconds if starts else max(0.0, seconds - case.memory.launch_seconds)
 
 
-def find_fusion(
-    graph: Graph,
-    layers: Iterable[Sequence[Op]],
-    *,
-    root: Callable[[str], str],
-    kept: Callable[[Op], Sequence[str]],
-    size: Callable[[str], int],
-) -> Fusion:
-    """Return how the ops of layers are fused.
-
-    `root` is the tensor that owns a tensor's memory, `kept` are the tensors that an op saves
-    without torch.compile, `size` are a tensor's bytes.
-    """
+def find_fusion(layers: Iterable[CompiledLayer], size: Callable[[str], int]) -> Fusion:
+    """Return how the ops of layers are fused; `size` are a tensor's bytes."""
     fused: dict[str, FusedOp] = {}
     saved: dict[str, tuple[str, ...]] = {}
     views: set[str] = set()
-    for ops in layers:
-        layer = _Layer(graph, ops, root, kept)
-        saves = _saved(layer, size)
-        views.update(op.name for op in ops if op not in layer.ops)
-        saved.update(dict.fromkeys((op.name for op in ops), ()))
-        saved.update(_savers(layer, saves))
-        for kernel in layer.kernels:
-            fused.update(_fused(layer, kernel, _needed(layer, kernel, saves)))
+    for layer in layers:
+        own = layer.saving(_saved(layer, size))
+        fused.update(own.ops)
+        saved.update(own.saved)
+        views.update(own.views)
     return Fusion(ops=fused, views=frozenset(views), saved=saved)
 
 
@@ -131,8 +117,12 @@ def is_fused(op: Op) -> bool:
     return rule.is_elementwise or rule.kind in _FUSED_KINDS
 
 
-class _Layer:
-    """The ops of a layer except views, the tensors between them, and the kernels they form."""
+class CompiledLayer:
+    """The ops of a layer except views, the tensors between them, and the kernels they form.
+
+    `root` is the tensor that owns a tensor's memory, `kept` are the tensors that an op saves
+    without torch.compile.
+    """
 
     def __init__(
         self,
@@ -162,6 +152,20 @@ class _Layer:
         }
         self.kernels = self._kernels()
         self.kernel = {op.name: at for at, ops in enumerate(self.kernels) for op in ops}
+        self._names = [op.name for op in ops]
+        self._saving: dict[frozenset[str], Fusion] = {}
+
+    def saving(self, saved: frozenset[str]) -> Fusion:
+        """Return how the ops are fused if these tensors are saved."""
+        if saved not in self._saving:
+            own = {op.name for op in self.ops}
+            fused = (_fused(self, one, _needed(self, one, saved)) for one in self.kernels)
+            self._saving[saved] = Fusion(
+                ops=dict(pair for pairs in fused for pair in pairs),
+                views=frozenset(name for name in self._names if name not in own),
+                saved={**dict.fromkeys(self._names, ()), **dict(_savers(self, saved))},
+            )
+        return self._saving[saved]
 
     def _kernels(self) -> list[list[Op]]:
         """Return each kernel's ops: connected fused ops with equally many products before them.
@@ -210,7 +214,7 @@ class _Layer:
         return bool(self.readers_outside(tensor, self.kernel[self.makers[tensor].name]))
 
 
-def _saved(layer: _Layer, size: Callable[[str], int]) -> frozenset[str]:
+def _saved(layer: CompiledLayer, size: Callable[[str], int]) -> frozenset[str]:
     """Return the tensors in memory from which the backward computes all others that it needs.
 
     Operands of products are saved, because the products of the backward read them from memory.
@@ -262,7 +266,7 @@ def _before_cut(edges: tuple[tuple[int, int, int | None], ...]) -> frozenset[int
     return frozenset(before)
 
 
-def _savers(layer: _Layer, saved: frozenset[str]) -> Iterator[tuple[str, tuple[str, ...]]]:
+def _savers(layer: CompiledLayer, saved: frozenset[str]) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Yield each op with the tensors that it saves, by the names under which the op reads them.
 
     A tensor that no op would save without torch.compile counts with the first op that reads it.
@@ -275,7 +279,7 @@ def _savers(layer: _Layer, saved: frozenset[str]) -> Iterator[tuple[str, tuple[s
         yield op.name, tuple(dict.fromkeys((*own, *added)))
 
 
-def _needed(layer: _Layer, ops: Sequence[Op], saved: frozenset[str]) -> frozenset[str]:
+def _needed(layer: CompiledLayer, ops: Sequence[Op], saved: frozenset[str]) -> frozenset[str]:
     """Return the saved tensors from which a kernel's backward computes what it needs."""
     found: set[str] = set()
     met: set[str] = set()
@@ -293,7 +297,7 @@ def _needed(layer: _Layer, ops: Sequence[Op], saved: frozenset[str]) -> frozense
 
 
 def _fused(
-    layer: _Layer, ops: Sequence[Op], needed: frozenset[str]
+    layer: CompiledLayer, ops: Sequence[Op], needed: frozenset[str]
 ) -> Iterator[tuple[str, FusedOp]]:
     """Yield the ops of a kernel with the tensors that it reads and writes."""
     number = layer.kernel[ops[0].name]
@@ -336,7 +340,7 @@ def _fused(
         runs_backward |= backward
 
 
-def _first(layer: _Layer, names: Iterable[str], met: set[str]) -> list[str]:
+def _first(layer: CompiledLayer, names: Iterable[str], met: set[str]) -> list[str]:
     """Return the names whose memory is not in `met` yet, and add that memory to `met`."""
     found = []
     for name in names:
@@ -346,7 +350,7 @@ def _first(layer: _Layer, names: Iterable[str], met: set[str]) -> list[str]:
     return found
 
 
-def _gradients_read(layer: _Layer, op: Op, kernel: int) -> Iterator[str]:
+def _gradients_read(layer: CompiledLayer, op: Op, kernel: int) -> Iterator[str]:
     """Yield a result for each gradient of it that another kernel or layer has written."""
     for name in op.outputs:
         for reader in layer.readers_outside(layer.root(name), kernel):
@@ -356,7 +360,7 @@ def _gradients_read(layer: _Layer, op: Op, kernel: int) -> Iterator[str]:
             yield name
 
 
-def _gradient_written(layer: _Layer, tensor: str, kernel: int) -> str:
+def _gradient_written(layer: CompiledLayer, tensor: str, kernel: int) -> str:
     """Return the tensor whose gradient a kernel writes for `tensor`, which it reads; "" for none.
 
     If the kernel only adds the tensor to others, it is the sum's result, which has the same

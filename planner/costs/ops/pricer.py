@@ -24,7 +24,7 @@ from autopar.planner.costs.collectives.conversions import (
 from autopar.planner.costs.kernels.kernels import memory_seconds
 from autopar.planner.costs.kernels.rates import rates_of
 from autopar.planner.costs.ops.case import LocalShapes, OpCase, OpSeconds, OpSplit
-from autopar.planner.costs.ops.fusion import Fusion, find_fusion, fused_seconds
+from autopar.planner.costs.ops.fusion import CompiledLayer, Fusion, find_fusion, fused_seconds
 from autopar.planner.costs.ops.kept import KeptTensors, TensorSizes, made_by, names_kept
 from autopar.planner.costs.ops.measurements import (
     Host,
@@ -67,8 +67,9 @@ _NUMBER_BYTES = 4  # the collectives inside split ops send fp32 numbers
 class OpPricer:
     """Prices the ops, tensors and conversions of a graph at one batch, precision and device.
 
-    `layers` may be passed to avoid finding them again. If `compiles`, torch.compile fuses the ops
-    of each layer, and products of linear layers are in float8 if asked for.
+    `layers` may be passed to avoid finding them again; `like`, the pricer of another batch, has the
+    kernels of compiled layers. If `compiles`, torch.compile fuses the ops of each layer, and
+    products of linear layers are in float8 if asked for.
     """
 
     stops_early = True  # a layer's recomputation stops at the last tensor that the backward needs
@@ -86,9 +87,9 @@ class OpPricer:
         layers: Layers | None = None,
         compiles: bool = False,
         float8: Float8 = Float8.NONE,
+        like: OpPricer | None = None,
     ) -> None:
-        self.graph = graph
-        self.axes = axes
+        self.graph, self.axes = graph, axes
         self.compiles, self.float8 = compiles, float8
         self.batch = graph.fixed_batch or batch
         self.precision = precision
@@ -97,8 +98,7 @@ class OpPricer:
         self.sizes = TensorSizes(graph, axes, batch=self.batch, precision=precision)
         self.memory = self.sizes.memory
         self.kernels = Kernels(fused_dropout=not self.rates.is_cpu)
-        self._measured = measured
-        self._layers = layers
+        self._measured, self._layers, self._like = measured, layers, like
         self._costs: dict[tuple[str, OpSplit | None], OpCost] = {}
         self._kept: dict[str, KeptTensors] = {}
         self._conversions: dict[tuple[Converted, bool, int, GroupShape], ConversionCost] = {}
@@ -139,16 +139,17 @@ class OpPricer:
     @cached_property
     def fusion(self) -> Fusion:
         """How torch.compile fuses ops of the layers that it compiles."""
-        if not self.compiles:
-            return Fusion()
+        sizes, layers = self.sizes, self.compiled_layers if self.compiles else ()
+        return find_fusion(layers, lambda name: sizes.tensor_bytes(name, WHOLE, 1))
+
+    @cached_property
+    def compiled_layers(self) -> tuple[CompiledLayer, ...]:
+        """The layers that torch.compile takes; the same for every batch."""
+        if self._like is not None:
+            return self._like.compiled_layers
         taken = (compiled_ops(one, self.graph) for one in self.layers.layers)
-        return find_fusion(
-            self.graph,
-            [ops for ops in taken if ops],
-            root=self.memory.root,
-            kept=self._seen,
-            size=lambda name: self.sizes.tensor_bytes(name, WHOLE, 1),
-        )
+        root, kept = self.memory.root, self._seen
+        return tuple(CompiledLayer(self.graph, ops, root, kept) for ops in taken if ops)
 
     @cached_property
     def float8_ops(self) -> Mapping[str, bool]:

@@ -16,6 +16,7 @@ from itertools import product
 
 from autopar.planner.annotate import state_of
 from autopar.planner.cluster.shape import Kind, RowShare
+from autopar.planner.costs.ops.pricer import OpPricer
 from autopar.planner.costs.prediction import (
     Arrangement,
     Compile,
@@ -37,6 +38,7 @@ from autopar.planner.plan.bounds.bottleneck import (
 )
 from autopar.planner.plan.bounds.least import (
     LeastLayers,
+    Splits,
     activation_budget_bytes,
     in_flight_by_rank,
     least_layers,
@@ -45,6 +47,7 @@ from autopar.planner.plan.bounds.least import (
     lightest,
     of_any,
     of_least,
+    possible_splits,
     raised_weights,
 )
 from autopar.planner.plan.bounds.step import FittingBounds, LayoutFacts, StepBound, facts_of
@@ -52,6 +55,7 @@ from autopar.planner.plan.declared.constraints import Objective
 from autopar.planner.plan.solving.candidate import Questions, layer_key
 from autopar.planner.plan.solving.prices import LayerKey
 from autopar.planner.programs.layouts.program import WeightLimit
+from autopar.planner.programs.layouts.strategies import batch_form
 
 RankKinds = tuple[Kind, ...]  # distinct kinds of pipeline ranks
 Rooms = tuple[tuple[StageRoom, ...], ...]  # of each rank, by stage
@@ -72,6 +76,7 @@ class Bounds:
         subject = self.costing.subject
         self.state = state_of(subject.graph.parameters, self.costing.precision)
         self._least: dict[tuple[int, Compile, RowShare], LeastLayers] = {}
+        self._splits: dict[tuple[object, ...], Splits] = {}
         self._facts: dict[tuple[LayerKey, RankKinds], LayoutFacts] = {}
         self._of_any: dict[tuple[LayerKey, RankKinds], LayoutFacts] = {}
         self._of_least: dict[tuple[LayerKey, RankKinds], LayoutFacts] = {}
@@ -93,13 +98,18 @@ class Bounds:
         """Return the least times of the layers on a device, for its rows of a microbatch."""
         key = point.tensor, point.compile, share
         if key not in self._least:
-            self._least[key] = least_layers(
-                self.costing.pricer(share, point.compile),
-                self.costing.subject.layers,
-                tensor=point.tensor,
-                rules=self.costing.rules,
-            )
+            pricer = self.costing.pricer(share, point.compile)
+            splits = self._splits_of(pricer, point.tensor)
+            self._least[key] = least_layers(pricer, self.costing.subject.layers, splits)
         return self._least[key]
+
+    def _splits_of(self, pricer: OpPricer, tensor: int) -> Splits:
+        """Return the splits of each op; batches of one form share them."""
+        key = tensor, batch_form(pricer.axes, degree=tensor, batch=pricer.batch)
+        if key not in self._splits:
+            layers, rules = self.costing.subject.layers, self.costing.rules
+            self._splits[key] = possible_splits(pricer, layers, tensor=tensor, rules=rules)
+        return self._splits[key]
 
     def unsolved(self, arrangement: Arrangement) -> float:
         """Return a lower bound within the memory, before any layouts are solved."""

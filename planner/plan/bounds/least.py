@@ -18,7 +18,7 @@ from functools import lru_cache
 from itertools import groupby
 from typing import TypeVar
 
-from autopar.planner.costs.ops.case import split_of
+from autopar.planner.costs.ops.case import OpSplit, split_of
 from autopar.planner.costs.ops.pricer import OpPricer
 from autopar.planner.costs.prediction import Arrangement, LayerCost, Modes, Recompute
 from autopar.planner.costs.schedules.orders import PipelineShape
@@ -217,16 +217,27 @@ def least_of_all(kinds: Sequence[Sequence[LeastLayer]]) -> tuple[LeastLayer, ...
     )
 
 
-def least_layers(
-    pricer: OpPricer, layers: Layers, *, tensor: int, rules: LayoutRules
-) -> LeastLayers:
+Splits = Mapping[str, tuple[OpSplit | None, ...]]  # by op
+
+
+def possible_splits(pricer: OpPricer, layers: Layers, *, tensor: int, rules: LayoutRules) -> Splits:
+    """Return the splits of each op in the first layer of every class."""
+    graph, axes, found = pricer.graph, pricer.axes, dict[str, tuple[OpSplit | None, ...]]()
+    for op in (op for one in layers.classes for op in layers.layers[one.layers[0]].ops):
+        every = strategies(op, graph, axes, degree=tensor, batch=pricer.batch)
+        left = permitted(op, every, rules, graph, axes)
+        found[op.name] = tuple(dict.fromkeys(split_of(strategy, tensor) for strategy in left))
+    return found
+
+
+def least_layers(pricer: OpPricer, layers: Layers, splits: Splits) -> LeastLayers:
     """Return the layers' times if every op has its fastest split and communication is free."""
     each: list[tuple[int, float]] = []
     classes: list[LeastLayer] = []
     through = 0.0
     for layer_class in layers.classes:
         ops = layers.layers[layer_class.layers[0]].ops
-        least = [_least(op, pricer, tensor, rules) for op in ops]
+        least = [_least(op, pricer, splits) for op in ops]
         alone = sum(f for f, _, _ in least)
         forwards, gradients = map(sum, zip(*map(pricer.launches, ops), strict=True))
         forward = pricer.host.forward_region_seconds(alone, forwards)
@@ -251,12 +262,9 @@ def least_layers(
     )
 
 
-def _least(op: Op, pricer: OpPricer, tensor: int, rules: LayoutRules) -> tuple[float, float, float]:
-    """Return an op's least seconds of forward, backward and input gradient over all strategies."""
-    found = strategies(op, pricer.graph, pricer.axes, degree=tensor, batch=pricer.batch)
-    left = permitted(op, found, rules, pricer.graph, pricer.axes)
-    splits = dict.fromkeys(split_of(strategy, tensor) for strategy in left)
-    costs = [pricer.cost(op, split) for split in splits]
+def _least(op: Op, pricer: OpPricer, splits: Splits) -> tuple[float, float, float]:
+    """Return an op's least seconds of forward, backward and input gradient over all splits."""
+    costs = [pricer.cost(op, split) for split in splits[op.name]]
     return (
         min(cost.forward_seconds for cost in costs),
         min(cost.backward_seconds for cost in costs),

@@ -33,7 +33,7 @@ from autopar.planner.layers import Layer, Layers, Residence, residence
 from autopar.planner.plan.declared.constraints import HostSaving
 from autopar.planner.plan.solving.prices import LayerKey, LayoutKey, LayoutPrices, Prices
 from autopar.planner.precision import GRADIENT_BYTES, Float8, Precision
-from autopar.planner.programs.layouts.building import LayoutInput
+from autopar.planner.programs.layouts.building import LayoutFrame, LayoutInput, frame_of
 from autopar.planner.programs.layouts.choice import (
     Budget,
     LayoutProgram,
@@ -43,6 +43,7 @@ from autopar.planner.programs.layouts.choice import (
 from autopar.planner.programs.layouts.edges import Structure, structure_of
 from autopar.planner.programs.layouts.program import WeightLimit
 from autopar.planner.programs.layouts.rules import LayoutRules, own_layouts
+from autopar.planner.programs.layouts.strategies import batch_form
 from autopar.planner.programs.solver import NOTHING_SOLVED, SolverReport
 
 # A 16-bit weight has 2 bytes, and 16 of gradient and optimizer states: 18 in all, 9 times as many.
@@ -90,6 +91,7 @@ class PriceBook:
         self._fronts: dict[_Layers, tuple[LayoutSolution, ...]] = {}
         self._simpler: dict[LayerKey, LayoutSolution] = {}
         self._by_layers: dict[_Layers, LayoutPrices] = {}
+        self._frames: dict[tuple[object, ...], LayoutFrame] = {}
         self._slowest: dict[tuple[LayerKey, Kind], tuple[Modes, ...]] = {}
 
     @property
@@ -101,6 +103,8 @@ class PriceBook:
         """Return the pricer for a device and its rows of a microbatch."""
         key, pricers = (share, compile_), self.prices.pricers
         if key not in pricers:
+            alike = (one for (other, kind), one in pricers.items()
+                     if (other.device, kind) == (share.device, compile_))  # fmt: skip
             pricers[key] = OpPricer(
                 self.subject.graph,
                 self.subject.axes,
@@ -111,6 +115,7 @@ class PriceBook:
                 layers=self.subject.layers,
                 compiles=compile_ is Compile.LAYERS,
                 float8=self.float8,
+                like=next(alike, None),
             )
         return pricers[key]
 
@@ -211,10 +216,16 @@ class PriceBook:
                 shape=self.tensor_shape(of.tensor),
                 rules=self.rules,
                 microbatches=1,
-                structure=self.structure,
             )
-            known.program = LayoutProgram(asked, _BUDGET)
+            known.program = LayoutProgram(asked, _BUDGET, frame=self._frame(asked))
         return known.program
+
+    def _frame(self, asked: LayoutInput) -> LayoutFrame:
+        """Return the frame of a layout problem; similar problems share it."""
+        key = asked.degree, batch_form(asked.axes, degree=asked.degree, batch=asked.batch)
+        if key not in self._frames:
+            self._frames[key] = frame_of(asked, self.structure)
+        return self._frames[key]
 
     def rows(self, inside: LayerKey, share: RowShare) -> tuple[Modes, ...]:
         """Return each layer's cost in each recompute mode; equal layers are one object."""

@@ -197,6 +197,15 @@ def _fits(
     return True
 
 
+def batch_form(axes: GraphAxes, *, degree: int, batch: int) -> tuple[tuple[bool, bool], ...]:
+    """Return a key: batches with equal keys have the same strategies and conversions.
+
+    They depend on whether an axis has a position for every rank, and whether it has only one.
+    """
+    sizes = [size.at(batch) for size in axes.sizes_of_rows]
+    return tuple((size >= degree, size == 1) for size in sizes)
+
+
 _SUM_REDUCTION = 2
 
 
