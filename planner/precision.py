@@ -65,19 +65,20 @@ class Float8(StrEnum):
     weight_bytes: int  # in the forward
     weight_bytes_again: int  # in the backward
     gradient_bytes: int  # of a gradient that a product computes, and that is scaled afterwards
+    gathers: bool  # ZeRO-3 gathers weights in float8: a part is cast by the scale of the whole
     rate: float  # of products, relative to those with one scale for a tensor
     words: str
 
-    NONE = "none", 0, 0, 0, 0, 1.0, "as the layers are"
-    TENSORWISE = "tensorwise", 6, 5, 3, 0, 1.0, "one scale for a tensor: fastest"
-    ROWWISE = "rowwise", 8, 3, 7, 4, 0.7, "one for each row and column: more exact"
+    NONE = "none", 0, 0, 0, 0, False, 1.0, "as the layers are"
+    TENSORWISE = "tensorwise", 6, 5, 3, 0, True, 1.0, "one scale for a tensor: fastest"
+    ROWWISE = "rowwise", 8, 3, 7, 4, False, 0.7, "one for each row and column: more exact"
 
     def __new__(cls, name: str, *row: Any) -> Self:
         """Return a kind of scaling whose attributes have the values of its row."""
         one = str.__new__(cls, name)
         one._value_ = name
         one.input_bytes, one.weight_bytes, one.weight_bytes_again, *others = row
-        one.gradient_bytes, one.rate, one.words = others
+        one.gradient_bytes, one.gathers, one.rate, one.words = others
         return one
 
 
@@ -127,6 +128,11 @@ class Compression(StrEnum):
         one.share, one.keeps_lost, one.buffer_share, one.moved_bytes, *others = row
         one.is_low_rank, one.words, one.sums = others
         return one
+
+    @property
+    def rounds_sums(self) -> bool:
+        """Whether ranks round what they add up, in an order that no other process can repeat."""
+        return self.share < 1 and not self.keeps_lost
 
 
 _RANK = 4  # of PowerSGD

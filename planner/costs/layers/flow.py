@@ -28,10 +28,12 @@ class SharedWeights:
 
     `counted` are counted in an earlier layer that uses them. `waiting` are used by a later layer,
     and by this layer or an earlier one: the later layer's gradient waits in autograd for theirs.
+    `tied` are shared with a layer of another rank: the first and the last stage add up gradients.
     """
 
     counted: frozenset[str] = frozenset()
     waiting: frozenset[str] = frozenset()
+    tied: frozenset[str] = frozenset()
 
 
 UNSHARED = SharedWeights()
@@ -41,14 +43,16 @@ UNSHARED = SharedWeights()
 class LayerParameters:
     """A rank's parameters of a layer, before ZeRO divides them."""
 
-    elements: int
+    parameters: int  # elements
     trainable: int
     trainable_tensors: int
     parameter_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
     replicated_gradient_bytes: int
+    whole_gradient_bytes: int
     thin_gradient_bytes: int
+    float8_elements: int
     waiting_gradient_bytes: int
 
 
@@ -64,8 +68,9 @@ def layer_parameters(
     learned = [name for name in names if pricer.parameters[name].trainable]
     trainable = sum(elements[name] for name in learned)
     replicated = [name for name in learned if layouts[name].kind is LayoutKind.REPLICATED]
+    summed = {*replicated, *shared.tied.intersection(learned)}
     return LayerParameters(
-        elements=sum(elements.values()),
+        parameters=sum(elements.values()),
         trainable=trainable,
         trainable_tensors=len(learned),
         parameter_bytes=sum(
@@ -78,13 +83,21 @@ def layer_parameters(
             for known in (pricer.parameters[name],)
         ),
         replicated_gradient_bytes=GRADIENT_BYTES * sum(elements[name] for name in replicated),
+        whole_gradient_bytes=GRADIENT_BYTES * sum(elements[name] for name in summed),
         thin_gradient_bytes=sum(
             thin_bytes(_rows(pricer.parameters[name], layouts[name], flow.degree), elements[name])
             for name in learned
-            if name not in replicated
+            if name not in summed
         ),
+        float8_elements=sum(elements[name] for name in _in_float8(flow) if name in elements),
         waiting_gradient_bytes=_waiting_bytes(flow, parameters, shared.waiting, frozenset(used)),
     )
+
+
+def _in_float8(flow: LayerFlow) -> frozenset[str]:
+    """Return the weights of a layer's products in float8."""
+    price = flow.pricer.float8_bytes
+    return frozenset(one.op.inputs[1] for one in flow.ops if price(one.op, one.split))
 
 
 def _rows(parameter: Parameter, layout: Layout, degree: int) -> int:

@@ -37,14 +37,14 @@ class RepeatedLayers:
 class LayerWork:
     """Equal layers in a backward.
 
-    `next_parameter_bytes` are those of the layer whose backward comes next, which ZeRO-3 has
-    already gathered. `beside_bytes` are saved on the host by the nearest layer before: they are on
-    their way there during this layer's forward, and on their way back during its backward.
+    ZeRO-3 has already gathered the layer whose backward comes `next`. `beside_bytes` are saved on
+    the host by the nearest layer before: they are on their way there during this layer's forward,
+    and on their way back during its backward.
     """
 
     cost: LayerCost
     count: int
-    next_parameter_bytes: int
+    next: LayerCost | None
     beside_bytes: int = 0
 
 
@@ -66,7 +66,9 @@ class StageLoad:
     gradient_bytes: int
     optimizer_bytes: int
     replicated_gradient_bytes: int
+    whole_gradient_bytes: int
     thin_gradient_bytes: int
+    float8_elements: int
     deferred_bytes: int
     host_saved_bytes: int
     host_wait_seconds: float
@@ -141,14 +143,13 @@ def _runs(layers: Sequence[LayerCost]) -> Iterator[tuple[LayerCost, int]]:
 
 
 def _works(runs: Sequence[tuple[LayerCost, int]]) -> Iterator[LayerWork]:
-    before = beside = 0
+    before: LayerCost | None = None
+    beside = 0
     for cost, count in runs:
         for number in (1, count - 1):
             if number:
-                yield LayerWork(
-                    cost=cost, count=number, next_parameter_bytes=before, beside_bytes=beside
-                )
-            before, beside = cost.parameter_bytes, cost.host_saved_bytes or beside
+                yield LayerWork(cost=cost, count=number, next=before, beside_bytes=beside)
+            before, beside = cost, cost.host_saved_bytes or beside
 
 
 def _load(cost: LayerCost) -> LayerLoad:
@@ -156,8 +157,9 @@ def _load(cost: LayerCost) -> LayerLoad:
         forward_seconds=cost.forward_seconds,
         backward_seconds=cost.backward_seconds,
         parameter_bytes=cost.parameter_bytes,
+        float8_elements=cost.float8_elements,
         gradient_bytes=cost.gradient_bytes,
-        summed_gradient_bytes=cost.replicated_gradient_bytes,
+        whole_gradient_bytes=cost.whole_gradient_bytes,
         thin_gradient_bytes=cost.thin_gradient_bytes,
     )
 
@@ -305,15 +307,15 @@ def with_first_fetch(
 
 
 def sent_bytes(
-    gradient_bytes: float, summed_bytes: float, thin_bytes: float, compression: Compression
+    gradient_bytes: float, whole_bytes: float, thin_bytes: float, compression: Compression
 ) -> float:
     """Return the bytes of gradients as they are sent, from those of fp32.
 
-    By PowerSGD, `thin_bytes` are sent of all but `summed_bytes`. Gradients that tensor ranks add up
-    (`summed_bytes`) are sent whole if losses are kept: the loss of a partial sum would differ
-    between tensor ranks.
+    By PowerSGD, `thin_bytes` are sent of all but `whole_bytes`. Gradients that tensor ranks or
+    stages add up (`whole_bytes`) are sent whole if losses are kept: the loss of a partial sum would
+    differ between these ranks.
     """
     if compression.is_low_rank:
-        return summed_bytes + thin_bytes
-    whole = summed_bytes if compression.keeps_lost else 0.0
+        return whole_bytes + thin_bytes
+    whole = whole_bytes if compression.keeps_lost else 0.0
     return whole + (gradient_bytes - whole) * compression.share

@@ -58,6 +58,7 @@ from autopar.planner.costs.steps.stage_load import (
     summed_seconds,
     with_first_fetch,
 )
+from autopar.planner.costs.steps.state import gathered_bytes, gathers_float8
 from autopar.planner.precision import GRADIENT_BYTES, Compression
 
 
@@ -74,6 +75,7 @@ class DataGroups:
     slowdown: float
     copy_byte_seconds: float  # of copying between communication buffers and parameters
     gathers_ahead: bool = False  # ZeRO-1 gathers beside the next forward, not before it
+    gathers_float8: bool = False  # weights of products in float8
     reduces_each: bool = False  # in every backward of a step
     to_host_byte_seconds: float = 0.0  # of this rank's part of a gradient; 0: it stays here
     from_host_byte_seconds: float = 0.0  # of this rank's part of a layer
@@ -123,25 +125,24 @@ def data_seconds(
     """Return what gathers and reductions add to the seconds of a stage."""
     if not layers or (groups.data.ranks == 1 and not groups.to_host_byte_seconds):
         return NOTHING
-    loads = _loads(layers, groups.compression)
+    loads = _loads(layers, groups)
     shared = _sharded if groups.zero.divides_parameters else _reduced
     waiting = (one for one in layers if one.statistics.norms for _ in range(one.count))
     waits = (synchronising(one.statistics, groups.data) for one in waiting)
     return replace(shared(loads, groups, microbatches), synchronising=sum(waits, NO_WAIT))
 
 
-def _loads(layers: Sequence[RepeatedLayers], compression: Compression) -> tuple[LayerLoad, ...]:
-    """Return the layers one by one, with the bytes of their gradients that are sent."""
-    return tuple(
-        load
-        for one in layers
-        for own in (one.load,)
-        for sent in (
-            sent_bytes(
-                own.gradient_bytes, own.summed_gradient_bytes, own.thin_gradient_bytes, compression
-            ),
-        )
-        for load in (replace(own, gradient_bytes=sent),) * one.count
+def _loads(layers: Sequence[RepeatedLayers], groups: DataGroups) -> tuple[LayerLoad, ...]:
+    """Return the layers one by one, with the bytes that are sent of parameters and gradients."""
+    return tuple(load for one in layers for load in (_as_sent(one.load, groups),) * one.count)
+
+
+def _as_sent(load: LayerLoad, groups: DataGroups) -> LayerLoad:
+    own, whole, thin = load.gradient_bytes, load.whole_gradient_bytes, load.thin_gradient_bytes
+    return replace(
+        load,
+        parameter_bytes=gathered_bytes(load, in_float8=groups.gathers_float8),
+        gradient_bytes=sent_bytes(own, whole, thin, groups.compression),
     )
 
 
@@ -387,6 +388,7 @@ def data_groups(
         slowdown=constants.overlap_slowdown,
         copy_byte_seconds=copy_byte_seconds(groups.slowest_rates(rank)),
         gathers_ahead=constants.gathers_ahead,
+        gathers_float8=gathers_float8(arrangement),
         reduces_each=arrangement.reduces_each,
         to_host_byte_seconds=to_host_byte_seconds(arrangement, constants, groups.host),
         from_host_byte_seconds=from_host_byte_seconds(arrangement, constants, groups.host),
@@ -395,6 +397,6 @@ def data_groups(
 
 def compressing_seconds(load: StageLoad, arrangement: Arrangement, rates: Throughput) -> float:
     """Return the seconds of the kernels that compress a stage's gradients, once in a step."""
-    elements = (load.gradient_bytes - load.replicated_gradient_bytes) / GRADIENT_BYTES
+    elements = (load.gradient_bytes - load.whole_gradient_bytes) / GRADIENT_BYTES
     moved = elements * arrangement.compression.moved_bytes * (arrangement.data > 1)
     return moved / rates.stream_bytes_per_second

@@ -33,6 +33,29 @@ class ParameterTotals(Protocol):
         """Bytes of optimizer states."""
 
 
+class GatheredParameters(Protocol):
+    """The parameters that a rank gathers."""
+
+    @property
+    def parameter_bytes(self) -> float:
+        """Bytes of parameters."""
+
+    @property
+    def float8_elements(self) -> int:
+        """Elements of weights that can be gathered in float8 instead of 16 bits."""
+
+
+def gathers_float8(arrangement: Arrangement) -> bool:
+    """Whether weights of float8 products are gathered in float8: by ZeRO-3, from the device."""
+    is_here = arrangement.divided.divides_parameters and not arrangement.shards_on_host
+    return arrangement.float8.gathers and is_here
+
+
+def gathered_bytes(load: GatheredParameters, *, in_float8: bool) -> float:
+    """Return the bytes of parameters as they are gathered: an element in float8 takes one less."""
+    return load.parameter_bytes - load.float8_elements * in_float8
+
+
 def reduced_state_bytes(totals: ParameterTotals, arrangement: Arrangement) -> int:
     """Return parameters, gradients and states on a rank, when all gradients have been reduced."""
     lasting = _lasting_gradient_bytes(totals.gradient_bytes, arrangement)

@@ -75,6 +75,7 @@ def predict(
             groups,
             tied_gradient_bytes=tied_gradient_bytes,
             transfer_wait_seconds=_transfer_wait_seconds(step),
+            host_bytes_per_second=groups.host.bytes_per_second * constants.host_link_share,
         ),
         stages=_stage_predictions(step, pipeline_shape(arrangement), constants),
         model_flops=model_flops,

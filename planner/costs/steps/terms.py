@@ -17,6 +17,7 @@ from autopar.planner.costs.schedules.simulation import StageSeconds
 from autopar.planner.costs.schedules.table import rank_of
 from autopar.planner.costs.steps.stage_load import RankGroups, StageLoad, sent_bytes, summed_seconds
 from autopar.planner.costs.steps.stage_price import DataSeconds
+from autopar.planner.costs.steps.state import gathered_bytes, gathers_float8
 from autopar.planner.precision import Compression
 
 _ROUNDING = 1e-12  # idle times up to this share of the pipeline's time are rounding errors
@@ -155,12 +156,14 @@ def communication_terms(
     *,
     tied_gradient_bytes: int,
     transfer_wait_seconds: float,
+    host_bytes_per_second: float,
 ) -> tuple[CommunicationTerm, ...]:
     """Return each kind of communication of the busiest rank that takes time."""
     busiest = busiest_rank(step)
     terms = (
         _tensor_term(step, busiest),
         *_data_terms(step, busiest),
+        _saved_term(step, busiest, host_bytes_per_second),
         _replicated_term(step, busiest, groups),
         _pipeline_term(step, busiest, transfer_wait_seconds),
         _outer_term(step, busiest),
@@ -205,7 +208,8 @@ def _data_terms(step: StepTerms, busiest: BusiestRank) -> Iterator[Communication
         collective=Collective.ALL_GATHER if arrangement.averaging_ranks > 1 else "copy",
         ranks=arrangement.shard,
         count=sum(one.gathers for one in own),
-        payload_bytes=(2 * each if is_sharded else 1) * sum(load.parameter_bytes for load in loads),
+        payload_bytes=(2 * each if is_sharded else 1)
+        * sum(int(gathered_bytes(load, in_float8=gathers_float8(arrangement))) for load in loads),
         seconds=gathers,
         exposed_seconds=min(waited, gathers),
     )
@@ -266,8 +270,8 @@ def _reduction(arrangement: Arrangement) -> str:
 def _sent_bytes(load: StageLoad, arrangement: Arrangement) -> int:
     """Return the payload of the sum of a stage's gradients, as it is sent."""
     compression, shard = arrangement.compression, arrangement.optimizer_ranks
-    summed, thin = load.replicated_gradient_bytes, load.thin_gradient_bytes
-    sent = sent_bytes(load.gradient_bytes, summed, thin, compression)
+    whole, thin = load.whole_gradient_bytes, load.thin_gradient_bytes
+    sent = sent_bytes(load.gradient_bytes, whole, thin, compression)
     if compression.keeps_lost and not compression.is_low_rank and 1 < shard < arrangement.data:
         return round(load.gradient_bytes + sent / shard)
     return round(sent)
@@ -276,7 +280,8 @@ def _sent_bytes(load: StageLoad, arrangement: Arrangement) -> int:
 def _gather_words(arrangement: Arrangement) -> str:
     fetched = "fetched from the host" if arrangement.shards_on_host else ""
     gathered = "gathered over the data axis" if arrangement.averaging_ranks > 1 else ""
-    return f"parameters {' and '.join(filter(None, (fetched, gathered)))}"
+    narrow = ", weights of float8 products in float8" if gathers_float8(arrangement) else ""
+    return f"parameters {' and '.join(filter(None, (fetched, gathered)))}{narrow}"
 
 
 def _reduction_words(arrangement: Arrangement) -> str:
@@ -286,6 +291,24 @@ def _reduction_words(arrangement: Arrangement) -> str:
     own = arrangement.compression
     sent = f", {own.sums}" if own is not Compression.NONE else ""
     return f"gradients summed over the data axis{sent}{copied}"
+
+
+def _saved_term(
+    step: StepTerms, busiest: BusiestRank, host_bytes_per_second: float
+) -> CommunicationTerm:
+    """Return the copies of saved tensors to the host and back, which run beside the layers."""
+    each, loads = 2 * step.arrangement.microbatches, [step.loads[one] for one in busiest.stages]
+    layers = (one.count for load in loads for one in load.works if one.cost.host_saved_bytes)
+    size = each * sum(load.host_saved_bytes for load in loads)
+    return CommunicationTerm(
+        reason="saved activations copied to the host and back",
+        collective="copy",
+        ranks=1,
+        count=each * sum(layers),
+        payload_bytes=size,
+        seconds=size / host_bytes_per_second,
+        exposed_seconds=busiest.host_wait_seconds,
+    )
 
 
 def _replicated_term(
