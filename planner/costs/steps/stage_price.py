@@ -197,13 +197,11 @@ def _sharded(loads: Sequence[LayerLoad], groups: DataGroups, microbatches: int) 
     copied = tuple(copying[id(load)] for load in loads)
     forward = sharded_forward(copied, gather, slowdown=groups.slowdown)
     backward = sharded_backward(copied, gather, scatter, slowdown=groups.slowdown)
-    forward_alone = sum(load.forward_seconds for load in loads)
-    backward_alone = sum(load.backward_seconds for load in loads)
     gathers = sum(gather(load.parameter_bytes) for load in loads)
     reductions = sum(scatter(load.gradient_bytes) for load in loads)
     return DataSeconds(
-        each_forward=forward.total_seconds - forward_alone,
-        each_backward=backward.total_seconds - backward_alone,
+        each_forward=forward.total_seconds - sum(load.forward_seconds for load in loads),
+        each_backward=backward.total_seconds - sum(load.backward_seconds for load in loads),
         last_backward=0.0,
         first_forward=0.0,
         gathers_alone=2 * microbatches * gathers,
