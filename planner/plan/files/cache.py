@@ -41,7 +41,7 @@ from autopar.version import __version__
 PLACE = "AUTOPAR_CACHE"  # the variable that names another folder; empty, it turns the cache off
 MOST_BYTES = 2**28  # of all entries
 MOST_FILES = 10_000  # that one model reads; a model that reads more is traced each time
-_OURS = ("autopar", "autopar.planner", "autopar.codegen", "autopar.runtime")
+_OURS: tuple[str, ...] = ("autopar", "autopar.planner", "autopar.codegen", "autopar.runtime")
 _SYSTEM = ("/proc", "/sys", "/dev")
 _WHAT = "a cached entry"
 _LARGE_BYTES = 2**24  # a larger file is compared by its size and the time of its last change
