@@ -16,7 +16,7 @@ from autopar.planner.graph.layouts import Layout, LayoutKind
 from autopar.planner.graph.ops import MODEL_DTYPE, Buffer, GradientUse, Op
 from autopar.planner.plan.declared.limits import gradient_words
 from autopar.planner.plan.plan import Model, Plan, PlannedStage, StoredPlan
-from autopar.planner.precision import Float8
+from autopar.planner.precision import LEARNT, Compression, Float8, Outer
 from autopar.planner.rules.rule import OpKind
 from autopar.planner.rules.table import kind_of
 
@@ -178,6 +178,7 @@ def meaning_notes(plan: Plan) -> tuple[str, ...]:
     notes = (
         parts_apart(plan),
         replicas_apart(plan),
+        sums_apart(plan),
         statistics_apart(plan),
         draws_apart(plan),
         narrowed_buffers_note(plan),
@@ -214,8 +215,25 @@ def replicas_apart(plan: Plan) -> str:
     return (
         f"{arranged.data // arranged.shard} replicas take {arranged.sync_every} local steps before "
         "an outer optimizer averages them, as was allowed, so this is not the training of one "
-        "device."
+        f"device. {learnt_words(arranged.outer)}"
     )
+
+
+def sums_apart(plan: Plan) -> str:
+    """Return what compression that loses something of gradients changes, or ""."""
+    own = plan.arrangement.compression
+    if not own.keeps_lost:
+        return ""
+    return (
+        f"data ranks sum gradients {own.sums}, as was allowed, so this is not quite the training "
+        f"of one device. {learnt_words(own)}"
+    )
+
+
+def learnt_words(choice: Compression | Outer) -> str:
+    """Say what small models have learnt with a choice, and without it."""
+    told = (f"{own:.4f} instead of {whole:.4f} ({name})" for name, whole, own in LEARNT[choice])
+    return f"Losses after 300 steps of small models: {', '.join(told)}; see docs/slow-networks.md."
 
 
 def statistics_apart(plan: Plan) -> str:

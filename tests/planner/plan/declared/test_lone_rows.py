@@ -103,9 +103,7 @@ def rows_by_replica(graph: Graph, **places: Any) -> set[tuple[int, int]]:
     explorer = Explorer(subject, choose_cluster(4, "cpu"), declared(**places))
     points = explorer.points
     return {
-        (one.averaging_ranks, one.microbatch)
-        for point in points
-        for one in points.variants(point)
+        (one.averaging_ranks, one.microbatch) for point in points for one in points.variants(point)
     }
 
 
