@@ -176,12 +176,13 @@ def main() -> None:
     options = parser.parse_args()
     if reason := why_not():
         raise SystemExit(reason)
+    best = f", of the fastest of {options.runs} trainings" if options.runs > 1 else ""
     lines = [
         "# Steps on two nodes with a slow link\n",
         "Written by `python -m benchmarks.shaped_link`: a GPT-2 of 4 layers, 256 wide, 16 tokens,",
         "a global batch of 2, one CPU process on each node. A step is the mean of two rounds of",
-        f"{ROUND} steps, of the faster of {options.runs} trainings. What a node sends is counted",
-        'on the cable. "Network" is what the step takes more than on the cable as it is.\n',
+        f"{ROUND} steps{best}. What a node sends is counted on the cable.",
+        '"Network" is what the step takes more than on the cable as it is.\n',
         "| link | plan | sent | step predicted | measured | error | network predicted | measured "
         "| error |",
         f"|---|---|{'--:|' * 7}",

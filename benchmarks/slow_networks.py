@@ -1,11 +1,11 @@
 """Plans for slow networks with and without choices that send less, and what is learnt with them.
 
-    python -m benchmarks.slow_networks [--table predicted|curve|learnt] [--steps 300] [-o FILE]
+    python -m benchmarks.slow_networks [--table NAME] [--steps 300] [-o FILE]
 
 The first table has predicted steps of 16 A100s on two nodes, which share one card each; the second
-those of BERT-large on 1 to 64, over 10 Gb/s. The third has the losses of models of the zoo in fp32,
-the mean of the last 50 steps. One process plays the four replicas as `autopar verify` does, which
-proves that scripts train like this.
+those of BERT-large on 1 to 64, over 10 Gb/s. The others have the losses of models of the zoo in
+fp32, the mean of the last 50 steps. One process plays the four replicas as `autopar verify` does,
+which proves that scripts train like this.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from autopar.api import plan
@@ -32,7 +31,7 @@ from autopar.codegen.proof.plain import (
     scheduler_of,
     task_of,
 )
-from autopar.codegen.proof.replicas import average, shared_out
+from autopar.codegen.proof.replicas import PlayedOuter, shared_out
 from autopar.planner.model.model_file import ModelFile, load_model_file
 from autopar.planner.plan.telling.words import degrees_words, local_words
 from autopar.planner.precision import Allowed
@@ -84,6 +83,14 @@ LEARNT: Mapping[str, dict[str, Any]] = {
     "10 local steps, Nesterov": {"sync_every": 10},
     "50 local steps, averaged": {"sync_every": 50, "outer": "average"},
     "50 local steps, Nesterov": {"sync_every": 50},
+}
+# outer steps in parts; `delay` is for how many steps a part is sent, in place of the predicted one
+STREAMED: Mapping[str, dict[str, Any]] = {
+    "every step": {},
+    "50 local steps": {"sync_every": 50},
+    "5 parts, sent during 1 step": {"sync_every": 50, "outer_parts": 5, "delay": 1},
+    "during 5 steps": {"sync_every": 50, "outer_parts": 5, "delay": 5},
+    "during 9 steps": {"sync_every": 50, "outer_parts": 5, "delay": 9},
 }
 LAST = 50  # steps whose losses count
 
@@ -164,15 +171,16 @@ def curve() -> Iterator[Line]:
         yield Line(name=str(devices), cells=tuple(cells))
 
 
-def learnt(steps: int) -> Iterator[Line]:
+def learnt(choices: Mapping[str, dict[str, Any]], steps: int) -> Iterator[Line]:
     """Yield a row for each model of the zoo."""
     for name, (file, arguments) in ZOO.items():
-        cells = [f"{loss(file, arguments, one, steps):.4f}" for one in LEARNT.values()]
+        cells = [f"{loss(file, arguments, one, steps):.4f}" for one in choices.values()]
         yield Line(name=name, cells=tuple(cells))
 
 
 def loss(file: str, arguments: dict[str, object], choice: dict[str, Any], steps: int) -> float:
     """Return the mean loss of the last steps of a training, as `autopar verify` plays it."""
+    delay, choice = choice.get("delay", 0), {k: v for k, v in choice.items() if k != "delay"}
     made = plan(
         ROOT / "models_zoo" / file,
         gpus=4,
@@ -187,15 +195,16 @@ def loss(file: str, arguments: dict[str, object], choice: dict[str, Any], steps:
     task = task_of(traced, made.model.spec, steps=steps, dtype="float32")
     model_file = load_model_file(task.spec, task.arguments)
     replicas = [Replica(model_file, task) for _ in (task.local.rows if task.local else [()])]
-    common = [one.detach().clone() for one in replicas[0].model.parameters()]
-    momenta = [torch.zeros_like(one) for one in common]
-    losses = []
+    outer, losses = None, []
+    if task.local is not None:
+        local = replace(task.local, every=made.arrangement.sync_every, delay=delay)
+        outer = PlayedOuter([one.model for one in replicas], local)
     for step, batch in enumerate(islice(batches_of(model_file, task), steps), start=1):
         parts = [(batch, 1.0)] if task.local is None else shared_out(batch, task.local)
         pairs = zip(replicas, parts, strict=True)
         losses.append(sum(one.learn(*part) for one, part in pairs) / len(replicas))
-        if task.local is not None and (step % made.arrangement.sync_every == 0 or step == steps):
-            average([one.model for one in replicas], common, momenta, task.local)
+        if outer is not None:
+            outer.follow(step)
     return sum(losses[-LAST:]) / LAST
 
 
@@ -220,20 +229,22 @@ class Replica:
 
 
 def main() -> None:
-    """Write the tables."""
+    """Write all tables, or one."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--table", choices=("predicted", "curve", "learnt", "all"), default="all")
+    parser.add_argument("--table", choices=("predicted", "curve", "learnt", "streamed"))
     parser.add_argument("-o", "--output", type=Path, default=RESULT)
     options = parser.parse_args()
+    after = f"loss after {options.steps} steps"
     tables = {
         "predicted": ("model and network", CHOICES, predicted),
         "curve": ("devices", ALLOWED, curve),
-        "learnt": (f"loss after {options.steps} steps", LEARNT, lambda: learnt(options.steps)),
+        "learnt": (after, LEARNT, lambda: learnt(LEARNT, options.steps)),
+        "streamed": (after, STREAMED, lambda: learnt(STREAMED, options.steps)),
     }
     text = []
     for table, (name, columns, rows) in tables.items():
-        if options.table not in (table, "all"):
+        if options.table not in (table, None):
             continue
         text.append(head(name, columns))
         for row in rows():

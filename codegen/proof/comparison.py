@@ -167,7 +167,7 @@ def compared(
 ) -> TrainingComparison:
     """Return how far the ranks of a script are from plain PyTorch in one process.
 
-    With local steps, ranks have the gradients of their own replica.
+    With local steps, ranks have the gradients and parameters of their own replica.
     """
     replicas = (expected, *expected.others)
     owns = [
@@ -181,13 +181,16 @@ def compared(
     gradients = [
         largest_of(apart([rank.gradients for rank in own], one.gradients)) for one, own in groups
     ]
+    parameters = [
+        largest_of(apart([rank.parameters for rank in own], one.parameters)) for one, own in groups
+    ]
     initial = apart([rank.initial for rank in ranks], expected.initial)
     return TrainingComparison(
         initial=largest_of(initial),
         loss=_by_step(ranks[0].losses, expected.losses),
         norm=_largest(norms),
         gradient=_largest(gradients),
-        parameter=largest_of(apart([rank.parameters for rank in ranks], expected.parameters)),
+        parameter=_largest(parameters),
         losses=expected.losses,
         faults=(
             *initial_value_faults(name for name, apart in initial.items() if apart != 0),

@@ -36,13 +36,7 @@ from autopar.codegen.proof.exactness import (
     wide_copy,
 )
 from autopar.codegen.proof.plain_sums import SentGradients, SentSums, sent_sums
-from autopar.codegen.proof.replicas import (
-    STEPS_COMPARED,
-    LocalSteps,
-    average,
-    local_steps,
-    shared_out,
-)
+from autopar.codegen.proof.replicas import LocalSteps, PlayedOuter, local_steps, shared_out
 from autopar.planner.axes.infer import infer_axes
 from autopar.planner.graph.graph import Graph
 from autopar.planner.graph.ops import Ref
@@ -331,16 +325,16 @@ def train_alone(task: Task) -> TrainedAlone:
     """
     file = load_model_file(task.spec, task.arguments)
     replicas = [_Replica(file, task) for _ in (task.local.rows if task.local else [()])]
-    common = [one.detach().clone() for one in replicas[0].model.parameters()]
-    momenta = [torch.zeros_like(one) for one in common]
+    models = [one.model for one in replicas]
+    outer = None if task.local is None else PlayedOuter(models, task.local)
     batches, losses = batches_of(file, task), []
     for step, batch in enumerate(islice(batches, task.steps), start=1):
         parts = [(batch, 1.0)] if task.local is None else shared_out(batch, task.local)
         pairs = zip(replicas, parts, strict=True)
         losses.append(sum(one.learn(*part) for one, part in pairs) / len(replicas))
-        if task.local is not None and step % STEPS_COMPARED == 0:
-            average([one.model for one in replicas], common, momenta, task.local)
-    parameters = wide_copies(dict(trained_tensors(replicas[0].model)))
+        if outer is not None:
+            outer.follow(step)
+    parameters = [wide_copies(dict(trained_tensors(one))) for one in models]
     dtype: torch.dtype = getattr(torch, task.dtype)
     batch = cast_batch(next(batches), dtype)
     with Drawing(unseeded=-1) as drawing, KeepFloat64(dtype):
@@ -350,10 +344,10 @@ def train_alone(task: Task) -> TrainedAlone:
             losses=tuple(losses),
             norms=tuple(one.norms),
             gradients=one.gradients,
-            parameters=parameters,
+            parameters=learnt,
             initial=one.initial,
         )
-        for one in replicas
+        for one, learnt in zip(replicas, parameters, strict=True)
     )
     return replace(first, draws=drawing.draws([replicas[0].model]), others=tuple(others))
 

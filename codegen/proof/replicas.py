@@ -15,8 +15,11 @@ from torch import Tensor, nn
 from autopar.planner.errors import InputError
 from autopar.planner.findings.loss import Follows, loss_of_parts
 from autopar.planner.plan.plan import Plan
+from autopar.runtime.optimizer.outer import parts_of_model
 
-STEPS_COMPARED = 2  # local steps, in place of a script's own number, so that outer steps are seen
+# local steps of a round, for each part of the model, in place of a script's own number, so that
+# outer steps are seen
+STEPS_COMPARED = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +33,9 @@ class LocalSteps:
     sums_rows: bool  # the loss is a sum over rows
     rate: float
     momentum: float
+    every: int  # local steps of a round
+    parts: int  # of the model, which have outer steps in turn
+    delay: int  # steps from sending a part to its outer step
     counting_script: str = ""  # its path
 
     def weights(self, parts: Sequence[Mapping[str, Any]]) -> list[float]:
@@ -62,7 +68,7 @@ def _loaded(path: str) -> Any:
 
 
 def local_steps(plan: Plan) -> LocalSteps:
-    """Return the replicas of a plan."""
+    """Return the replicas of a plan, with short rounds."""
     arranged = plan.arrangement
     each = arranged.rows or (arranged.microbatch,) * arranged.data
     ends = [0, *accumulate(each)][:: arranged.shard]
@@ -75,6 +81,9 @@ def local_steps(plan: Plan) -> LocalSteps:
         sums_rows=loss_of_parts(plan.graph).follows is Follows.SUM,
         rate=arranged.outer.rate,
         momentum=arranged.outer.momentum,
+        every=STEPS_COMPARED * arranged.outer_parts,
+        parts=arranged.outer_parts,
+        delay=min(plan.prediction.outer_delay, STEPS_COMPARED - 1),
     )
 
 
@@ -87,20 +96,49 @@ def shared_out(batch: Mapping[str, Any], local: LocalSteps) -> list[tuple[dict[s
     return list(zip(parts, local.weights(parts), strict=True))
 
 
-@torch.no_grad()
-def average(
-    models: Sequence[nn.Module], common: list[Tensor], momenta: list[Tensor], local: LocalSteps
-) -> None:
-    """Take an outer step: Nesterov's on the mean change of all replicas, in place."""
-    every = zip(*(one.parameters() for one in models), strict=True)
-    for was, momentum, held in zip(common, momenta, every, strict=True):
-        change = sum((was - one for one in held), torch.zeros_like(was)) / len(models)
-        momentum.mul_(local.momentum).add_(change)
-        was -= local.rate * (change + local.momentum * momentum)
-        for one in held:
-            one.copy_(was)
-    for buffers in zip(*(one.buffers() for one in models), strict=True):
-        if buffers[0].is_floating_point():
-            mean = sum(buffers, torch.zeros_like(buffers[0])) / len(models)
-            for one in buffers:
-                one.copy_(mean)
+class PlayedOuter:
+    """The outer steps of all replicas, written out: Nesterov's on the mean change, in place."""
+
+    def __init__(self, models: Sequence[nn.Module], local: LocalSteps) -> None:
+        self.local, self.models = local, tuple(models)
+        named = dict(models[0].named_parameters())
+        self.common = [one.detach().clone() for one in named.values()]
+        self.momenta = [torch.zeros_like(one) for one in self.common]
+        sizes = {name: one.numel() for name, one in named.items() if one.requires_grad}
+        parts = parts_of_model(sizes, local.parts)
+        self.parts = [parts.get(name, 0) for name in named]
+        self.sent: dict[int, tuple[Tensor, list[Tensor]]] = {}
+
+    @torch.no_grad()
+    def follow(self, step: int) -> None:
+        """Take the outer steps that are due after a local step."""
+        within = (step - 1) % self.local.every + 1
+        ends = [(one + 1) * self.local.every // self.local.parts for one in range(self.local.parts)]
+        held = list(zip(*(one.parameters() for one in self.models), strict=True))
+        for place, part in enumerate(self.parts):
+            if within == ends[part] - self.local.delay:
+                self._send(place, held[place])
+            if within == ends[part]:
+                self._receive(place, held[place])
+        if within == self.local.every:
+            self._average_buffers()
+
+    def _send(self, place: int, held: Sequence[Tensor]) -> None:
+        was = self.common[place]
+        change = sum((was - one for one in held), torch.zeros_like(was)) / len(held)
+        self.sent[place] = change, [one.clone() for one in held]
+
+    def _receive(self, place: int, held: Sequence[Tensor]) -> None:
+        change, sent = self.sent.pop(place)
+        common, momentum = self.common[place], self.momenta[place]
+        momentum.mul_(self.local.momentum).add_(change)
+        common -= self.local.rate * (change + self.local.momentum * momentum)
+        for one, was in zip(held, sent, strict=True):
+            one.copy_(common + (one - was))  # and what it has learnt since it was sent
+
+    def _average_buffers(self) -> None:
+        for buffers in zip(*(one.buffers() for one in self.models), strict=True):
+            if buffers[0].is_floating_point():
+                mean = sum(buffers, torch.zeros_like(buffers[0])) / len(self.models)
+                for one in buffers:
+                    one.copy_(mean)

@@ -121,7 +121,8 @@ def run_script(
     ):
         script: Any = imported(Path(path))
     if hasattr(script, "SYNC_EVERY"):
-        script.SYNC_EVERY = STEPS_COMPARED
+        script.SYNC_EVERY = STEPS_COMPARED * getattr(script, "OUTER_PARTS", 1)
+        script.OUTER_DELAY = min(getattr(script, "OUTER_DELAY", 0), STEPS_COMPARED - 1)
     if not compresses:
         script.COMPRESS = NOTHING
     dtype = getattr(torch, dict(pairwise(arguments)).get("--dtype", script.DTYPE))

@@ -38,7 +38,7 @@ from autopar.planner.precision import Float8
 
 _DIGEST = "# Written by autopar "
 _ADAMW_SETTINGS = {one.name: one.name.upper() for one in fields(AdamWDefaults)}
-_OUTER_SETTINGS = {"rate": "OUTER_RATE", "momentum": "OUTER_MOMENTUM"}
+_OUTER_SETTINGS = {name: f"OUTER_{name.upper()}" for name in ("rate", "momentum", "parts", "delay")}
 _NEEDED = ("main", "train_step")  # `main` is run, `train_step` is watched
 
 
@@ -61,7 +61,7 @@ class GivenScript:
     seed: int
     clip_norm: float | None
     adamw: AdamWDefaults
-    outer: Mapping[str, float]  # settings of the outer optimizer, if they are in the script
+    outer: Mapping[str, Any]  # settings of the outer optimizer, if they are in the script
 
 
 def read_script_of(plan: Plan, path: Path, folder: Path) -> GivenScript:
@@ -207,11 +207,10 @@ def verify(
     )
     half_steps = steps_in_half(plan, half_steps, steps)
     if task.local is not None:
-        steps, half_steps = -(-steps // STEPS_COMPARED) * STEPS_COMPARED, 0
-        local = replace(task.local, counting_script=str(script.path))
-        rates = {key: script.outer.get(key, getattr(local, key)) for key in _OUTER_SETTINGS}
-        local = replace(local, rate=rates["rate"], momentum=rates["momentum"])
-        task = replace(task, steps=steps, local=local)
+        local = replace(task.local, counting_script=str(script.path), **script.outer)
+        every, delay = STEPS_COMPARED * local.parts, min(local.delay, STEPS_COMPARED - 1)
+        steps, half_steps = -(-max(steps, 2 * every) // every) * every, 0
+        task = replace(task, steps=steps, local=replace(local, every=every, delay=delay))
     begun = time.monotonic()
     expected, not_compressed = _trained_alone(task, plan)
     half, notes = _trained_in_half(plan, task, half_steps)
@@ -246,8 +245,9 @@ def _local_notes(plan: Plan) -> Iterator[str]:
     """Yield a note on how local steps are compared."""
     if plan.arrangement.is_local:
         yield (
-            f"one process played all replicas; outer steps follow after {STEPS_COMPARED} local "
-            f"steps, not after {plan.arrangement.sync_every}, and float64 alone is compared"
+            "one process played all replicas; outer steps follow after "
+            f"{STEPS_COMPARED * plan.arrangement.outer_parts} local steps, not after "
+            f"{plan.arrangement.sync_every}, and float64 alone is compared"
         )
 
 

@@ -374,3 +374,25 @@ def _weighing(plan: Plan, subject: PlannedSubject) -> Iterator[str]:
         is_split = opened.metrics is not None
         whole = "partial(whole_metrics, tensor=mesh.tensor)" if is_split else "new_metrics"
         yield f"metrics={whole}"
+
+
+def outer_settings(plan: Plan) -> Iterator[ScriptSetting]:
+    """Yield the settings of the outer steps that follow local steps, if there are any."""
+    arranged = plan.arrangement
+    if arranged.is_local:
+        yield ScriptSetting("OUTER_RATE", literal(arranged.outer.rate), "of outer steps")
+        momentum = "of outer steps, Nesterov's; 0: none"
+        yield ScriptSetting("OUTER_MOMENTUM", literal(arranged.outer.momentum), momentum)
+    if arranged.outer_parts > 1:
+        turns = "of the model, which have outer steps in turn, spread over SYNC_EVERY steps"
+        yield ScriptSetting("OUTER_PARTS", literal(arranged.outer_parts), turns)
+        sent = "steps from sending a part to its outer step: the time to send it, as predicted"
+        yield ScriptSetting("OUTER_DELAY", literal(plan.prediction.outer_delay), sent)
+
+
+def outer_call(plan: Plan, modules: Source) -> Source:
+    """Return the call that builds the outer optimizer, or "" without local steps."""
+    given = [modules, "optimizer", "mesh", "lr=OUTER_RATE", "momentum=OUTER_MOMENTUM"]
+    given += ["parts=OUTER_PARTS", "delay=OUTER_DELAY"] * (plan.arrangement.outer_parts > 1)
+    made = call("OuterOptimizer", *given).laid_out(before=12, indent=4)
+    return Source(made if plan.arrangement.is_local else "")

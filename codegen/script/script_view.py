@@ -101,6 +101,7 @@ class TrainingView:
     default_optimizer: Source  # the optimizer if the model file has none
     optimizer: Source
     outer: Source  # the call that makes the outer optimizer of local steps; empty without them
+    streams: bool  # outer steps of parts of the model in turn
     scheduler: Source  # the call that creates the learning-rate schedule; empty without one
     plainly: Source  # the call `Plainly(…)`: a loss in plain PyTorch
     first_step: Source  # the call that compares the first loss

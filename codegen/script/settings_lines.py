@@ -54,10 +54,6 @@ def settings_of(plan: Plan) -> Iterator[ScriptSetting]:
         yield ScriptSetting("BETAS", literal(ADAMW.betas), "of AdamW; --betas")
         decayed = "of AdamW, on matrices: norms and biases have none; --weight-decay"
         yield ScriptSetting("WEIGHT_DECAY", literal(ADAMW.weight_decay), decayed)
-    if plan.arrangement.is_local:
-        yield ScriptSetting("OUTER_RATE", literal(plan.arrangement.outer.rate), "of outer steps")
-        momentum = "of outer steps, Nesterov's; 0: none"
-        yield ScriptSetting("OUTER_MOMENTUM", literal(plan.arrangement.outer.momentum), momentum)
     if is_scheduled_here(plan):
         warmed = "steps up to LEARNING_RATE; at most a tenth of all; --warmup-steps"
         yield ScriptSetting("WARMUP_STEPS", literal(ADAMW.warmup_steps), warmed)

@@ -29,6 +29,8 @@ from autopar.codegen.script.model_calls import (
     model_arguments,
     model_calls,
     model_source,
+    outer_call,
+    outer_settings,
     plainly,
     reading,
     seeding,
@@ -138,11 +140,12 @@ def _head(
 ) -> HeadView:
     evaluates = subject.file.build_eval_dataset is not None
     notes = evaluation_notes(subject) if evaluates else ()
+    evaluated = evaluating(plan) if evaluates else ()
     return HeadView(
         docstring=docstring(plan, file_name, *notes),
         model_imports=calls.imports,
         functions=calls.functions,
-        settings=lines([*settings_of(plan), *(evaluating(plan) if evaluates else ())]),
+        settings=lines([*settings_of(plan), *outer_settings(plan), *evaluated]),
         plan=lines([*planned(plan), *images(plan, subject)]),
         model_source=model_source(subject.file.path),
         classes=_classes(plan, subject, calls),
@@ -204,7 +207,8 @@ def _training(plan: Plan, subject: PlannedSubject, tables: ScriptTables) -> Trai
         split_argument=Source(", splits=SPLITS" if tables.splits else ""),
         default_optimizer=_default_optimizer(plan),
         optimizer=_optimizer(plan),
-        outer=_outer(plan),
+        outer=outer_call(plan, _parts(plan)),
+        streams=plan.arrangement.outer_parts > 1,
         scheduler=_scheduler(plan),
         plainly=plainly(plan, subject),
         first_step=first_step(plan, subject),
@@ -379,13 +383,6 @@ def _optimizer(plan: Plan) -> Source:
     """Return the call that builds a rank's optimizer."""
     given = (_parts(plan), "new_optimizer", *_zero(plan.arrangement), "mesh=mesh", "lr=options.lr")
     return Source(call("build_optimizer", *given).laid_out(before=16, indent=4))
-
-
-def _outer(plan: Plan) -> Source:
-    """Return the call that builds the outer optimizer, or "" without local steps."""
-    given = (_parts(plan), "optimizer", "mesh", "lr=OUTER_RATE", "momentum=OUTER_MOMENTUM")
-    made = call("OuterOptimizer", *given).laid_out(before=12, indent=4)
-    return Source(made if plan.arrangement.is_local else "")
 
 
 def _wrapping(plan: Plan, tables: ScriptTables) -> Source:

@@ -26,13 +26,6 @@ def identifier(text: str) -> str:
     return f"{name}_" if iskeyword(name) or issoftkeyword(name) else name
 
 
-def attribute_name(name: str) -> str:
-    """Return `.name`, the text that reads an attribute of the object before it."""
-    if not is_identifier(name):
-        raise ValueError(f"{name!r} is no attribute")
-    return f".{name}"
-
-
 def string(text: str) -> str:
     """Return a text as an ASCII literal, in double quotes if it contains none."""
     literal = ascii(text)

@@ -190,6 +190,7 @@ class Arrangement:
     rows: tuple[Rows, ...] = ()
     sync_every: Repeats = 1  # local steps of each replica between two outer steps; 1: no local ones
     outer: Outer = Outer.NONE  # of local steps
+    outer_parts: Repeats = 1  # of the model, which have outer steps in turn
     # which of the tried orders of unlike nodes; 0 in a plan: its cluster has the chosen order
     order: Number = 0
 
@@ -284,6 +285,7 @@ class LayerCost:
     # of gradients that tensor ranks or stages add up, too: compression sends them whole
     whole_gradient_bytes: int = 0
     thin_gradient_bytes: int = 0  # of the other gradients, as PowerSGD sends them
+    float8_elements: int = 0  # of weights that can be gathered in float8 instead of 16 bits
     trainable_tensors: int = 0  # tensors that contain the trainable elements
     # how far memory rises above saved_bytes in the backward of the op with weights that needs most,
     # without that weight's gradient; negative if later ops have freed more
@@ -388,6 +390,7 @@ class Prediction:
     stages: tuple[StagePrediction, ...]
     model_flops: Flops  # of a step, all ranks, without recomputation
     peak_flops_per_second: Rate  # of all devices together
+    outer_delay: Number = 0  # local steps for which a part of the model is sent
 
     @property
     def mfu(self) -> float:

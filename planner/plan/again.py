@@ -128,6 +128,7 @@ def _arrangement(plan: StoredPlan) -> Iterator[Declared]:
     if arranged.is_local:
         places["choices.sync_every"] = arranged.sync_every
         places["choices.outer"] = arranged.outer.value
+        places["choices.outer_parts"] = arranged.outer_parts
     if arranged.pipeline > 1:
         places["pins.stages_per_rank"] = arranged.stages_per_rank
         places["pins.schedule"] = arranged.schedule.value

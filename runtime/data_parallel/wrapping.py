@@ -7,13 +7,15 @@ so that its writes to them are lost.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeGuard
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -33,11 +35,18 @@ from autopar.runtime.data_parallel.buckets import (
     sharding_of,
 )
 from autopar.runtime.data_parallel.gradient_buckets import GradientBuckets
-from autopar.runtime.model.parts import is_listed
-from autopar.runtime.ranks.mesh import Mesh
+from autopar.runtime.model.parts import in_float8, is_listed
+from autopar.runtime.ranks.mesh import Axis, Mesh
 from autopar.runtime.ranks.transport import HostLink
 from autopar.runtime.tensor.chunked_logits import chunks_logits
-from autopar.runtime.tensor.shards import is_marked, made_like, places, start_on_host, tied_names
+from autopar.runtime.tensor.shards import (
+    is_marked,
+    made_like,
+    places,
+    start_on_host,
+    starts_on_host,
+    tied_names,
+)
 
 BUCKET_BYTES = 25 * 2**20  # DDP's default
 
@@ -277,6 +286,44 @@ def set_last(module: nn.Module, is_last: bool) -> None:
 def gathers_once(module: nn.Module) -> TypeGuard[FSDPModule]:
     """Whether parameters stay gathered from the first forward of a step to the last backward."""
     return isinstance(module, FSDPModule) and getattr(module, "gathers_once", False)
+
+
+_GATHERED = ("tensorwise",)  # scalings of float8 products whose weights are gathered in float8
+
+
+def float8_gathers(parts: Sequence[nn.Module], shard: Axis) -> Callable[..., None] | None:
+    """Let zero 3 gather weights of float8 products in float8, in half of the bytes.
+
+    Each rank casts its part of a weight, by the scale that the whole weight has. Call the returned
+    function, which computes the scales, after each change of the weights. None if nothing is
+    gathered so: with other scalings, zero 2, or weights on the host. Weights whose parts differ in
+    size are gathered as they are.
+    """
+    found = [
+        (module, part)
+        for module, scaling in in_float8(one for one in parts if not gathers_once(one)).items()
+        for part in (getattr(module.weight, "_local_tensor", None),)
+        if part is not None and scaling in _GATHERED and not starts_on_host(module.weight)
+        if part.shape[0] * shard.size == module.weight.shape[0]
+    ]
+    if not found:
+        return None
+    from torchao.float8.float8_utils import amax_to_scale
+    from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
+
+    def compute_scales(*_: Any) -> None:
+        largest = torch.stack(torch._foreach_norm([part.detach() for _, part in found], math.inf))
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=shard.group)
+        for (module, part), most in zip(found, largest, strict=True):
+            dtype = module.config.cast_config_weight.target_dtype
+            scale = amax_to_scale(most, dtype, round_scales_to_power_of_2=True)
+            cast = WeightWithDynamicFloat8CastTensor(part, module.linear_mm_config, dtype, scale)
+            # fully_shard looks for these attributes
+            part.fsdp_pre_all_gather = cast.fsdp_pre_all_gather
+            part.fsdp_post_all_gather = cast.fsdp_post_all_gather
+
+    compute_scales()
+    return compute_scales
 
 
 def _shard(

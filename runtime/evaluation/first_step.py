@@ -128,7 +128,7 @@ def first_step_checked(
         ours.double() if is_counted else torch.zeros_like(ours, dtype=torch.float64),
         torch.tensor(found.loss, dtype=torch.float64, device=ours.device),
         torch.tensor(float(bool(found.failure)), dtype=torch.float64, device=ours.device),
-        torch.tensor(float(in_float8(parts)), dtype=torch.float64, device=ours.device),
+        torch.tensor(float(bool(in_float8(parts))), dtype=torch.float64, device=ours.device),
     ]
     every = torch.stack(told)
     sums = summed(every, mesh.world) if mesh.world.size > 1 else every

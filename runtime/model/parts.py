@@ -303,12 +303,13 @@ def use_float8(
         if is_inside(path, names) and not is_inside(path, but) and _suits_float8(module):
             made = convert_to_float8_training(module, config=config)
             module.__class__ = type(made)
-            module.__dict__.update(made.__dict__ | module.__dict__ | {_IN_FLOAT8: True})
+            module.__dict__.update(made.__dict__ | module.__dict__ | {_IN_FLOAT8: scaling})
 
 
-def in_float8(parts: Iterable[nn.Module]) -> bool:
-    """Whether some modules multiply in float8."""
-    return any(_IN_FLOAT8 in module.__dict__ for part in parts for module in part.modules())
+def in_float8(parts: Iterable[nn.Module]) -> dict[Any, str]:
+    """Return the modules that multiply in float8, which torchao made, with their scaling."""
+    every = (module for part in parts for module in part.modules())
+    return {one: one.__dict__[_IN_FLOAT8] for one in every if _IN_FLOAT8 in one.__dict__}
 
 
 def _suits_float8(module: nn.Module) -> bool:

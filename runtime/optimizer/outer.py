@@ -2,21 +2,40 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import SGD, Optimizer
 
 from autopar.runtime.optimizer.pieces import pieces_of, spread_values, value_of
 from autopar.runtime.ranks.mesh import Axis, Mesh
-from autopar.runtime.ranks.transport import summed
+from autopar.runtime.ranks.transport import ComingSum, replicas_apart, summed
+from autopar.runtime.tensor.shards import (
+    group_aliases,
+    places,
+    recorded_chunks,
+    whole,
+    whole_names,
+)
 
 MOMENTUM = "outer_momentum"  # the key of the state in checkpoints
 _BUCKET_BYTES = 25 * 2**20  # sent at once
 _OUTER = "outer_optimizer"  # the attribute of an inner optimizer that holds its outer one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Sent:
+    """Some tensors whose mean change is on its way."""
+
+    numbers: Sequence[int]
+    values: Tensor  # of this replica when they were sent, flat
+    change: ComingSum
 
 
 class OuterOptimizer:
@@ -27,20 +46,33 @@ class OuterOptimizer:
     al., 2023, arXiv:2311.08105). A rate of 1 without momentum gives the mean of all q_r (local SGD,
     Stich 2019). Running statistics of norms become their mean.
 
+    With several `parts`, each part of the model has outer steps of its own, evenly spread over a
+    round of local steps (Streaming DiLoCo, Douillard et al., 2025, arXiv:2501.18512). Its change is
+    sent `delay` steps before, while all replicas train on. The parameters of a replica become p,
+    stepped, plus what the replica has learnt meanwhile.
+
     Each rank of a replica has the outer state of the pieces that its own optimizer steps.
     """
 
     def __init__(
         self,
-        parts: Sequence[nn.Module],
+        model_parts: Sequence[nn.Module],
         optimizer: Optimizer,
         mesh: Mesh,
         *,
         lr: float,
         momentum: float,
+        parts: int = 1,
+        delay: int = 0,
     ) -> None:
+        if mesh.sync_every // parts <= delay:
+            raise ValueError(
+                f"{mesh.sync_every} local steps do not suffice for {parts} parts that are sent "
+                f"{delay} steps before their outer step"
+            )
         self.replica = mesh.replica
-        self._parts, self._optimizer = tuple(parts), optimizer
+        self._model_parts, self._optimizer = tuple(model_parts), optimizer
+        self._sync_every, self._delay = mesh.sync_every, delay
         self._common = [nn.Parameter(one.clone()) for one in self._values()]
         targets = map(id, self._targets())
         self._common_of = dict(zip(targets, self._common, strict=True))
@@ -49,21 +81,44 @@ class OuterOptimizer:
         if momentum:  # from the start, so that memory that is too small shows before the first step
             for one in stepped:
                 self._sgd.state[one]["momentum_buffer"] = torch.zeros_like(one)
+        self._turns = [list(range(len(self._common)))] if parts == 1 else self._cut(parts, mesh)
+        self._sending = mesh.replica if parts == 1 else replicas_apart(mesh)
+        self._sent: list[_Sent] = []
+        self._are_alike = True
         optimizer.__dict__[_OUTER] = self
 
     @torch.no_grad()
     def step(self) -> None:
         """Give all replicas the same new parameters. All ranks call this after the same step."""
-        values = self._values()
-        for common, value in zip(self._common, values, strict=True):
-            common.grad = torch.sub(common, value, out=value)  # in place, without further memory
-        average(values, self.replica)
-        self._sgd.step()
-        self._sgd.zero_grad()
-        for common, value in zip(self._common, values, strict=True):
-            value.copy_(common)
-        average(list(_running_statistics(self._parts)), self.replica)
-        spread_values(self._optimizer)
+        for numbers in _buckets(self._common):
+            self._receive(self._send(numbers))
+        self._finish()
+
+    @torch.no_grad()
+    def follow(self, step: int) -> None:
+        """Send the parts whose turn it is after a local step, and step those that were sent."""
+        self._are_alike = False
+        within = (step - 1) % self._sync_every + 1
+        for number, turn in enumerate(self._turns, start=1):
+            end = number * self._sync_every // len(self._turns)
+            if within == end - self._delay:
+                held = [self._common[one] for one in turn]
+                buckets = ([turn[place] for place in bucket] for bucket in _buckets(held))
+                self._sent = [self._send(bucket) for bucket in buckets]
+            if within == end:
+                self._receive_all()
+        if within == self._sync_every:
+            average(list(_running_statistics(self._model_parts)), self.replica)
+
+    @torch.no_grad()
+    def meet(self) -> None:
+        """Give all replicas their mean as common parameters, unless they are alike."""
+        if not self._are_alike:
+            self._receive_all()
+            average(self._values(), self.replica)
+            self.begin()
+            self._finish()
+            self._are_alike = True
 
     @torch.no_grad()
     def begin(self) -> None:
@@ -80,6 +135,56 @@ class OuterOptimizer:
         """Restore the momentum of a tensor that the inner optimizer steps."""
         if self._sgd.defaults["momentum"]:
             self._sgd.state[self._common_of[id(target)]]["momentum_buffer"] = value
+
+    def _send(self, numbers: Sequence[int]) -> _Sent:
+        every = self._values()
+        values = torch.cat([every[one].reshape(-1) for one in numbers])
+        change = torch.cat([self._common[one].reshape(-1) for one in numbers]).sub_(values)
+        return _Sent(numbers=numbers, values=values, change=ComingSum(change, self._sending))
+
+    def _receive(self, sent: _Sent) -> None:
+        held, every = [self._common[one] for one in sent.numbers], self._values()
+        sizes = list(map(Tensor.numel, held))
+        mean = sent.change.value().div_(self.replica.size)
+        for common, gradient in zip(held, torch.split(mean, sizes), strict=True):
+            common.grad = gradient.view(common.shape)
+        self._sgd.step()
+        self._sgd.zero_grad()
+        parts = torch.split(sent.values, sizes)
+        for number, common, was in zip(sent.numbers, held, parts, strict=True):
+            learnt = was.view(common.shape).neg_().add_(every[number])  # since it was sent
+            every[number].copy_(common).add_(learnt)
+
+    def _receive_all(self) -> None:
+        for one in self._sent:
+            self._receive(one)
+        self._sent = []
+        spread_values(self._optimizer)
+
+    def _finish(self) -> None:
+        average(list(_running_statistics(self._model_parts)), self.replica)
+        spread_values(self._optimizer)
+
+    def _cut(self, parts: int, mesh: Mesh) -> list[list[int]]:
+        """Return the numbers of this rank's tensors in each part of the model."""
+        names, sizes = dict[int, str](), dict[str, int]()
+        for part in self._model_parts:
+            for first, *others in group_aliases(places(part)):
+                if first.tensor.requires_grad:
+                    name = whole_names(part, [first, *others])[0]
+                    recorded = recorded_chunks(first.module, first.attribute)
+                    shape = (recorded or whole(tuple(first.tensor.shape))).global_shape
+                    names[id(first.tensor)], sizes[name] = name, math.prod(shape)
+        if mesh.pipeline.size > 1 and not mesh.is_dry_run:
+            known: list[dict[str, int]] = [{}] * mesh.pipeline.size
+            dist.all_gather_object(known, sizes, group=mesh.pipeline.group)
+            sizes = {name: size for one in known for name, size in one.items()}
+        part_of, turns = parts_of_model(sizes, parts), [list[int]() for _ in range(parts)]
+        pieces = pieces_of(self._optimizer)
+        owners = self._targets() if pieces is None else [one.parameter for one in pieces]
+        for number, owner in enumerate(owners):
+            turns[part_of[names[id(owner)]]].append(number)
+        return turns
 
     def _targets(self) -> list[nn.Parameter]:
         pieces = pieces_of(self._optimizer)
@@ -101,6 +206,25 @@ def outer_of(optimizer: Optimizer) -> OuterOptimizer | None:
     return found
 
 
+def meet(optimizer: Optimizer) -> None:
+    """Give all replicas the same parameters, if an outer optimizer averages them in parts."""
+    if (outer := outer_of(optimizer)) is not None:
+        outer.meet()
+
+
+def parts_of_model(sizes: Mapping[str, int], parts: int) -> dict[str, int]:
+    """Divide tensors of these sizes into equally large parts; return the part of each.
+
+    The largest tensor is the first, and each joins the smallest part so far. So equal tensors of
+    all layers are dealt out in turn. Names alone decide, whatever rank holds a tensor.
+    """
+    filled, found = [0] * parts, dict[str, int]()
+    for name in sorted(sizes, key=lambda one: (-sizes[one], one)):
+        found[name] = filled.index(min(filled))
+        filled[found[name]] += sizes[name]
+    return found
+
+
 def _running_statistics(parts: Sequence[nn.Module]) -> Iterator[Tensor]:
     for module in (module for part in parts for module in part.modules()):
         if isinstance(module, _NormBase):
@@ -111,7 +235,8 @@ def average(tensors: Sequence[Tensor], axis: Axis) -> None:
     """Replace tensors by their means over an axis, which are sent in buckets."""
     if axis.size == 1:
         return
-    for bucket in _buckets(tensors):
+    for numbers in _buckets(tensors):
+        bucket = [tensors[one] for one in numbers]
         flat = torch.cat([one.reshape(-1) for one in bucket])
         mean = summed(flat, axis).div_(axis.size)
         for one, part in zip(
@@ -120,13 +245,14 @@ def average(tensors: Sequence[Tensor], axis: Axis) -> None:
             one.copy_(part.view(one.shape))
 
 
-def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield consecutive tensors of one dtype, together about as large as a bucket."""
-    for _, alike in groupby(filter(Tensor.numel, tensors), key=lambda one: one.dtype):
-        bucket, size = list[Tensor](), 0
-        for one in alike:
-            bucket.append(one)
-            size += one.numel() * one.itemsize
+def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
+    """Yield the places of tensors of one dtype, together about as large as a bucket."""
+    filled = (place for place, one in enumerate(tensors) if one.numel())
+    for _, alike in groupby(filled, key=lambda place: tensors[place].dtype):
+        bucket, size = list[int](), 0
+        for place in alike:
+            bucket.append(place)
+            size += tensors[place].numel() * tensors[place].itemsize
             if size >= _BUCKET_BYTES:
                 yield bucket
                 bucket, size = [], 0

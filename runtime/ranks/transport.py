@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from enum import Enum
 from functools import cached_property, partial
@@ -305,7 +306,7 @@ def _on_each_column(pairs: Sequence[tuple[int, int]], mesh: Mesh) -> list[list[i
 
 
 def _group_of_this_rank(
-    groups: Sequence[list[int]], timeout: timedelta
+    groups: Sequence[list[int]], timeout: timedelta, described: str = _DESCRIBED
 ) -> dist.ProcessGroup | None:
     """Create disjoint groups, and return this rank's group, or None.
 
@@ -314,13 +315,25 @@ def _group_of_this_rank(
     world = dist.group.WORLD
     assert world is not None
     if world.bound_device_id is not None:
-        return dist.split_group(split_ranks=list(groups), timeout=timeout, group_desc=_DESCRIBED)
+        return dist.split_group(split_ranks=list(groups), timeout=timeout, group_desc=described)
     own: dist.ProcessGroup | None = None
     for ranks in groups:
-        made = dist.new_group(ranks, timeout=timeout, group_desc=_DESCRIBED)
+        made = dist.new_group(ranks, timeout=timeout, group_desc=described)
         if dist.get_rank() in ranks:
             own = made
     return own
+
+
+def replicas_apart(mesh: Mesh) -> Axis:
+    """Return the replica axis with process groups of its own, whose messages wait for no others."""
+    if mesh.replica.size == 1:
+        return mesh.replica
+    sizes = (mesh.pipeline.size, mesh.replica.size, mesh.shard.size, mesh.tensor.size)
+    ranks = torch.arange(mesh.world_size).view(sizes).movedim(1, -1)
+    groups = ranks.reshape(-1, mesh.replica.size).tolist()
+    return replace(
+        mesh.replica, group=_group_of_this_rank(groups, mesh.message_timeout, "mesh_replica")
+    )
 
 
 def agreed(

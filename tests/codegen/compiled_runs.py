@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -31,6 +32,8 @@ from tests.field.cells import Kind, Subject
 from tests.field.trial import STEPS, TOLERANCE, cause_of, plan_of
 from tests.runtime.processes import run_on_ranks
 
+PATIENCE_SECONDS = 400.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compilations:
@@ -39,6 +42,7 @@ class Compilations:
     graphs: tuple[int, ...]  # compiled in each step
     breaks: tuple[str, ...]  # why it left a layer's code
     warned: tuple[str, ...]  # what a user would see of it
+    cpu_seconds: float
 
     @property
     def again(self) -> int:
@@ -65,6 +69,7 @@ def counted(backend: str) -> Iterator[Callable[[], Compilations]]:
         if isinstance(module, ModuleType):
             vars(module).pop(f"__import_{NAME}", None)
     graphs: list[int] = []
+    began = time.process_time()
     stepped = StepRecorder.stepped
 
     def watched(self: StepRecorder, step: Callable[..., Any], dtype: torch.dtype) -> Any:
@@ -88,6 +93,7 @@ def counted(backend: str) -> Iterator[Callable[[], Compilations]]:
             graphs=tuple(graphs),
             breaks=tuple(counters["graph_break"]),
             warned=tuple(str(one.message) for one in seen),
+            cpu_seconds=time.process_time() - began,
         )
 
 
@@ -101,7 +107,7 @@ def compiled_ranks(
         path = write_script(plan, Path(folder))
         return run_on_ranks(
             run_compiled, plan.arrangement.ranks, str(path), arguments, backend,
-            timeout_seconds=400.0,
+            timeout_seconds=PATIENCE_SECONDS,
         )  # fmt: skip
 
 
@@ -120,7 +126,10 @@ def compiled_cell(subject: Subject, kind: Kind, backend: str) -> CompiledCell:
         plan = plan_of(subject, kind)
         assert plan.arrangement.compile is Compile.LAYERS
         task = task_of(plan, plan.model.spec, steps=STEPS, uses_dataset=True, dtype="float64")
-        (alone,) = run_on_ranks(train_normed_apart, 1, task, parts_normed(plan))
+        parts = parts_normed(plan)
+        (alone,) = run_on_ranks(
+            train_normed_apart, 1, task, parts, timeout_seconds=PATIENCE_SECONDS
+        )
         found = compiled_ranks(plan, steps=STEPS, dtype="float64", backend=backend)
         worst = compared([one for one, _ in found], alone, axes_of(plan))
     except AutoparError as refusal:

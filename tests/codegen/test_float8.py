@@ -14,7 +14,9 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
 from autopar.codegen.emit import emit, write_script
 from autopar.codegen.proof.comparison import RankInHalf, compared_in_half
@@ -76,6 +78,19 @@ def script_losses(path: str, arguments: list[str]) -> tuple[list[float], int]:
     return losses, sum(type(one).__name__ == "Float8Linear" for one in modules)
 
 
+def gathered_types(path: str, arguments: list[str]) -> set[torch.dtype]:
+    """Run a script; return the dtypes in which fully_shard gathers its parameters."""
+    own, found = _fsdp_collectives._get_all_gather_input_metadatas, set[torch.dtype]()
+
+    def noted(inputs: list[list[Tensor]]) -> Any:
+        found.update(one.dtype for each in inputs for one in each)
+        return own(inputs)
+
+    with uncompiled(), patch.object(_fsdp_collectives, own.__name__, noted):
+        imported(Path(path)).main(arguments)
+    return found
+
+
 def plain_losses(task: Task) -> list[float]:
     """Train in plain PyTorch, with the linear layers of the task converted by torchao."""
     file, losses = load_model_file(task.spec, task.arguments), []
@@ -97,7 +112,7 @@ def plain_losses(task: Task) -> list[float]:
 
 
 @pytest.mark.parametrize("float8", [Float8.TENSORWISE, Float8.ROWWISE])
-@pytest.mark.parametrize("kind", cells(("dp", "tp", "pp"), ("tp",)))
+@pytest.mark.parametrize("kind", cells(("dp", "tp", "pp", "zero3"), ("tp", "zero3")))
 def test_parallel_scripts_train_as_one_process_in_float8(
     kind: str, float8: Float8, tmp_path: Path
 ) -> None:
@@ -133,6 +148,16 @@ def test_scripts_in_bf16_and_float8_stay_as_near_to_fp32_as_one_process(
 
     found = compared_in_half(ranks, *alone)
     assert found.is_as_near, found
+
+
+@pytest.mark.parametrize("float8", [Float8.TENSORWISE, Float8.ROWWISE])
+def test_zero_3_gathers_weights_in_float8_where_they_have_one_scale(
+    float8: Float8, tmp_path: Path
+) -> None:
+    script = str(write_script(float8_plan("zero3", float8), tmp_path))
+    for found in run_on_ranks(gathered_types, 2, script, ["--steps", "1"], timeout_seconds=200.0):
+        assert (torch.float8_e4m3fn in found) is float8.gathers
+        assert torch.bfloat16 in found  # norms, the embedding and the head
 
 
 def test_a_script_grows_by_two_lines_and_leaves_the_head_as_it_is(tmp_path: Path) -> None:

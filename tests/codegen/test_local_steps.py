@@ -29,11 +29,13 @@ def difference(
 ) -> TrainingComparison:
     plan = pinned_plan(name, arguments, sync_every=16, **pins)
     path = write_script(plan, folder)
-    task = task_of(plan, plan.model.spec, steps=STEPS)
+    steps = STEPS * plan.arrangement.outer_parts
+    task = task_of(plan, plan.model.spec, steps=steps)
     assert task.local is not None
+    assert bool(task.local.delay) == (plan.arrangement.outer_parts > 1)
     task = replace(task, local=replace(task.local, counting_script=str(path)))
     (alone,) = run_on_ranks(train_alone, 1, task)
-    given = ["--steps", str(STEPS), "--dtype", "float64", "--log-every", "1"]
+    given = ["--steps", str(steps), "--dtype", "float64", "--log-every", "1"]
     ranks = run_on_ranks(run_script, plan.arrangement.ranks, str(path), given)
     return compared(ranks, alone, axes_of(plan))
 
@@ -47,10 +49,26 @@ KINDS: dict[str, dict[str, Any]] = {
     "tensor": {"data": 2, "shard": 1, "tensor": 2, "split": ("heads", "ffn")},
     "pipeline": {"data": 2, "shard": 1, "pipeline": 2, "microbatch": 2},
     "microbatches": {"data": 2, "shard": 1, "microbatch": 2},
+    "parts": {"data": 2, "shard": 1, "outer_parts": 3},
+    "parts and zero 1": {"data": 4, "shard": 2, "outer_parts": 2, "zero_levels": (Zero.OPTIMIZER,)},
+    "parts and zero 3": {
+        "data": 4,
+        "shard": 2,
+        "outer_parts": 2,
+        "zero_levels": (Zero.PARAMETERS,),
+    },
+    "parts and pipeline": {"data": 2, "shard": 1, "outer_parts": 2, "pipeline": 2, "microbatch": 2},
+    "parts and tensor": {
+        "data": 2,
+        "shard": 1,
+        "outer_parts": 2,
+        "tensor": 2,
+        "split": ("heads", "ffn"),
+    },
 }
 
 
-STAND = ("zero 1", "zero 3", "tensor", "pipeline")
+STAND = ("zero 1", "zero 3", "tensor", "pipeline", "parts and zero 1", "parts and pipeline")
 
 
 @pytest.mark.parametrize("kind", cells(KINDS, STAND))

@@ -43,7 +43,7 @@ UNSHARED = SharedWeights()
 class LayerParameters:
     """A rank's parameters of a layer, before ZeRO divides them."""
 
-    elements: int
+    parameters: int  # elements
     trainable: int
     trainable_tensors: int
     parameter_bytes: int
@@ -52,6 +52,7 @@ class LayerParameters:
     replicated_gradient_bytes: int
     whole_gradient_bytes: int
     thin_gradient_bytes: int
+    float8_elements: int
     waiting_gradient_bytes: int
 
 
@@ -69,7 +70,7 @@ def layer_parameters(
     replicated = [name for name in learned if layouts[name].kind is LayoutKind.REPLICATED]
     summed = {*replicated, *shared.tied.intersection(learned)}
     return LayerParameters(
-        elements=sum(elements.values()),
+        parameters=sum(elements.values()),
         trainable=trainable,
         trainable_tensors=len(learned),
         parameter_bytes=sum(
@@ -88,8 +89,15 @@ def layer_parameters(
             for name in learned
             if name not in summed
         ),
+        float8_elements=sum(elements[name] for name in _in_float8(flow) if name in elements),
         waiting_gradient_bytes=_waiting_bytes(flow, parameters, shared.waiting, frozenset(used)),
     )
+
+
+def _in_float8(flow: LayerFlow) -> frozenset[str]:
+    """Return the weights of a layer's products in float8."""
+    price = flow.pricer.float8_bytes
+    return frozenset(one.op.inputs[1] for one in flow.ops if price(one.op, one.split))
 
 
 def _rows(parameter: Parameter, layout: Layout, degree: int) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from types import MappingProxyType
 
 from autopar.planner.cluster.shape import GroupShape
@@ -275,19 +275,10 @@ def _cost(
         transient_bytes=memory.transient_bytes,
         learning_bytes=memory.learning_bytes,
         learned_gradient_bytes=memory.learned_gradient_bytes,
-        waiting_gradient_bytes=own.waiting_gradient_bytes,
         deferred_bytes=memory.deferred_bytes,
         host_saved_bytes=memory.host_saved_bytes,
         output_bytes=output_bytes,
-        parameters=own.elements,
-        trainable=own.trainable,
-        trainable_tensors=own.trainable_tensors,
-        parameter_bytes=own.parameter_bytes,
-        gradient_bytes=own.gradient_bytes,
-        optimizer_bytes=own.optimizer_bytes,
-        replicated_gradient_bytes=own.replicated_gradient_bytes,
-        whole_gradient_bytes=own.whole_gradient_bytes,
-        thin_gradient_bytes=own.thin_gradient_bytes,
+        **{one.name: getattr(own, one.name) for one in fields(own)},
         measured_seconds=_measured(flow, again.ops),
         statistics=Statistics(
             norms=tuple(_channels(flow, flow.ops)),

@@ -31,6 +31,7 @@ from autopar.planner.costs.steps.framework import FrameworkConstants, gradient_s
 from autopar.planner.costs.steps.overlap import Seconds, summing
 from autopar.planner.costs.steps.stage_load import RankGroups
 from autopar.planner.costs.steps.stage_price import copy_byte_seconds
+from autopar.planner.costs.steps.state import gathers_float8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +69,7 @@ class DataBound:
         constants: FrameworkConstants,
     ) -> None:
         self.arrangement, self.groups, self.constants = arrangement, groups, constants
+        self.least_share = 0.5 if gathers_float8(arrangement) else 1.0  # of parameters' bytes
         self.slowing = constants.overlap_slowdown / (1.0 + constants.overlap_slowdown)
         self.copy_byte_seconds = copy_byte_seconds(groups.fastest_rates)
 
@@ -193,13 +195,14 @@ class DataBound:
 
     def _copied_out(self, parameter_bytes: int) -> float:
         """Return the time of copying gathered parameters out of their buffer."""
-        return parameter_bytes * self.copy_byte_seconds
+        return self.least_share * parameter_bytes * self.copy_byte_seconds
 
     def _sent(self, gradient_bytes: float) -> float:
         return gradient_bytes * self.arrangement.compression.share
 
     def _gather(self, parameter_bytes: int) -> float:
-        return least_seconds(Collective.ALL_GATHER, parameter_bytes, self.groups.shard)
+        sent = self.least_share * parameter_bytes
+        return least_seconds(Collective.ALL_GATHER, sent, self.groups.shard)
 
     def _reduced(self, gradient_bytes: int) -> float:
         is_divided = self.arrangement.zero.divides_optimizer

@@ -21,6 +21,8 @@ from autopar.planner.costs.schedules.table import SCHEDULES, Moments
 from autopar.planner.costs.steps.framework import FrameworkConstants
 from autopar.planner.costs.steps.stage_load import LayerWork, StageLoad
 from autopar.planner.costs.steps.state import (
+    gathered_bytes,
+    gathers_float8,
     host_bytes,
     lasting_bytes,
     own_part,
@@ -122,12 +124,13 @@ def layer_unsharded_bytes(cost: LayerCost, arrangement: Arrangement) -> int:
 
 def _gathered_bytes(cost: LayerCost, arrangement: Arrangement) -> int:
     """Return the parameters that ZeRO-3 gathers for a layer."""
-    return arrangement.divided.divides_parameters * cost.parameter_bytes
+    size = gathered_bytes(cost, in_float8=gathers_float8(arrangement))
+    return int(arrangement.divided.divides_parameters * size)
 
 
 def _ahead_bytes(work: LayerWork, arrangement: Arrangement) -> int:
     """Return the parameters of the next layer, which ZeRO-3 has gathered while this one runs."""
-    return arrangement.divided.divides_parameters * work.next_parameter_bytes
+    return 0 if work.next is None else _gathered_bytes(work.next, arrangement)
 
 
 def most_in_one_pass(load: StageLoad, arrangement: Arrangement) -> PeakMemory:

@@ -21,7 +21,7 @@ from autopar.planner.costs.kernels.rates import Throughput, rates_of
 from autopar.planner.costs.prediction import Arrangement, LayerCost
 from autopar.planner.costs.schedules.simulation import StageSeconds
 from autopar.planner.costs.steps.overlap import LayerLoad
-from autopar.planner.precision import Compression, Precision
+from autopar.planner.precision import GRADIENT_BYTES, Compression, Precision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,14 +37,14 @@ class RepeatedLayers:
 class LayerWork:
     """Equal layers in a backward.
 
-    `next_parameter_bytes` are those of the layer whose backward comes next, which ZeRO-3 has
-    already gathered. `beside_bytes` are saved on the host by the nearest layer before: they are on
-    their way there during this layer's forward, and on their way back during its backward.
+    ZeRO-3 has already gathered the layer whose backward comes `next`. `beside_bytes` are saved on
+    the host by the nearest layer before: they are on their way there during this layer's forward,
+    and on their way back during its backward.
     """
 
     cost: LayerCost
     count: int
-    next_parameter_bytes: int
+    next: LayerCost | None
     beside_bytes: int = 0
 
 
@@ -68,6 +68,7 @@ class StageLoad:
     replicated_gradient_bytes: int
     whole_gradient_bytes: int
     thin_gradient_bytes: int
+    float8_elements: int
     deferred_bytes: int
     host_saved_bytes: int
     host_wait_seconds: float
@@ -142,14 +143,13 @@ def _runs(layers: Sequence[LayerCost]) -> Iterator[tuple[LayerCost, int]]:
 
 
 def _works(runs: Sequence[tuple[LayerCost, int]]) -> Iterator[LayerWork]:
-    before = beside = 0
+    before: LayerCost | None = None
+    beside = 0
     for cost, count in runs:
         for number in (1, count - 1):
             if number:
-                yield LayerWork(
-                    cost=cost, count=number, next_parameter_bytes=before, beside_bytes=beside
-                )
-            before, beside = cost.parameter_bytes, cost.host_saved_bytes or beside
+                yield LayerWork(cost=cost, count=number, next=before, beside_bytes=beside)
+            before, beside = cost, cost.host_saved_bytes or beside
 
 
 def _load(cost: LayerCost) -> LayerLoad:
@@ -157,6 +157,7 @@ def _load(cost: LayerCost) -> LayerLoad:
         forward_seconds=cost.forward_seconds,
         backward_seconds=cost.backward_seconds,
         parameter_bytes=cost.parameter_bytes,
+        float8_elements=cost.float8_elements,
         gradient_bytes=cost.gradient_bytes,
         whole_gradient_bytes=cost.whole_gradient_bytes,
         thin_gradient_bytes=cost.thin_gradient_bytes,
@@ -302,6 +303,44 @@ def with_first_fetch(
         backward_seconds=load.backward_seconds + waits,
         recompute_seconds=load.recompute_seconds + waits,
         host_wait_seconds=load.host_wait_seconds + waits,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OuterSeconds:
+    """A local step's share of outer steps, for one stage."""
+
+    computed: float
+    sent: float  # beside later local steps, if outer steps go through the model in parts
+
+
+_OUTER_BYTES = 120  # read and written for each element: change and mean 36, SGD 44, parameters 40
+
+
+def outer_seconds(
+    load: StageLoad, devices: Sequence[Throughput], groups: RankGroups, arrangement: Arrangement
+) -> OuterSeconds:
+    """Return a local step's share of outer steps: one for each part of the model in every round.
+
+        computed  =  (120 bytes for each element of this rank's part of the parameters ÷ bandwidth
+                     + ZeRO-1's gather inside the replica · parts of the model) ÷ local steps
+        sent      =  all-reduce of a part of the model, in fp32, over the replicas · parts
+                     ÷ local steps
+
+    Parts of the model count as equally large. Running statistics of norms are left out, and what
+    messages slow down while they are sent beside local steps.
+    """
+    if not arrangement.is_local:
+        return OuterSeconds(computed=0.0, sent=0.0)
+    own_bytes, parts = load.gradient_bytes / arrangement.optimizer_ranks, arrangement.outer_parts
+    slowest = min(rates.stream_bytes_per_second for rates in devices)
+    computed = own_bytes / GRADIENT_BYTES * _OUTER_BYTES / slowest
+    if arrangement.zero.gathers_updated:
+        whole = round(load.parameter_bytes)
+        computed += parts * collective_seconds(Collective.ALL_GATHER, whole, groups.shard)
+    sent = parts * summed_seconds(groups.outer, own_bytes / parts)
+    return OuterSeconds(
+        computed=computed / arrangement.sync_every, sent=sent / arrangement.sync_every
     )
 
 

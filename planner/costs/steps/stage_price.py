@@ -50,14 +50,17 @@ from autopar.planner.costs.steps.overlap import (
     summing,
 )
 from autopar.planner.costs.steps.stage_load import (
+    OuterSeconds,
     RankGroups,
     RepeatedLayers,
     StageLoad,
+    outer_seconds,
     sent_bytes,
     stage_load,
     summed_seconds,
     with_first_fetch,
 )
+from autopar.planner.costs.steps.state import gathered_bytes, gathers_float8
 from autopar.planner.precision import GRADIENT_BYTES, Compression
 
 
@@ -74,6 +77,7 @@ class DataGroups:
     slowdown: float
     copy_byte_seconds: float  # of copying between communication buffers and parameters
     gathers_ahead: bool = False  # ZeRO-1 gathers beside the next forward, not before it
+    gathers_float8: bool = False  # weights of products in float8
     reduces_each: bool = False  # in every backward of a step
     to_host_byte_seconds: float = 0.0  # of this rank's part of a gradient; 0: it stays here
     from_host_byte_seconds: float = 0.0  # of this rank's part of a layer
@@ -123,24 +127,23 @@ def data_seconds(
     """Return what gathers and reductions add to the seconds of a stage."""
     if not layers or (groups.data.ranks == 1 and not groups.to_host_byte_seconds):
         return NOTHING
-    loads = _loads(layers, groups.compression)
+    loads = _loads(layers, groups)
     shared = _sharded if groups.zero.divides_parameters else _reduced
     waits = (synchronising(one.statistics, groups.data) for one in layers for _ in range(one.count))
     return replace(shared(loads, groups, microbatches), synchronising=sum(waits, NO_WAIT))
 
 
-def _loads(layers: Sequence[RepeatedLayers], compression: Compression) -> tuple[LayerLoad, ...]:
-    """Return the layers one by one, with the bytes of their gradients that are sent."""
-    return tuple(
-        load
-        for one in layers
-        for own in (one.load,)
-        for sent in (
-            sent_bytes(
-                own.gradient_bytes, own.whole_gradient_bytes, own.thin_gradient_bytes, compression
-            ),
-        )
-        for load in (replace(own, gradient_bytes=sent),) * one.count
+def _loads(layers: Sequence[RepeatedLayers], groups: DataGroups) -> tuple[LayerLoad, ...]:
+    """Return the layers one by one, with the bytes that are sent of parameters and gradients."""
+    return tuple(load for one in layers for load in (_as_sent(one.load, groups),) * one.count)
+
+
+def _as_sent(load: LayerLoad, groups: DataGroups) -> LayerLoad:
+    own, whole, thin = load.gradient_bytes, load.whole_gradient_bytes, load.thin_gradient_bytes
+    return replace(
+        load,
+        parameter_bytes=gathered_bytes(load, in_float8=groups.gathers_float8),
+        gradient_bytes=sent_bytes(own, whole, thin, groups.compression),
     )
 
 
@@ -274,7 +277,7 @@ class StagePrice:
     transfer_seconds: float  # to send its results to the next stage, for one microbatch
     reduction_seconds: float  # after its last backward: over the data ranks and the tensor axis
     optimizer_seconds: float  # the stages of a rank add up
-    outer_seconds: float  # of an outer step, as one of the local steps has it
+    outer: OuterSeconds
 
 
 def stage_price(
@@ -311,33 +314,8 @@ def stage_price(
         + max(compressing_seconds(load, arrangement, rates) for rates in devices)
         + summed_seconds(groups.tensor, load.replicated_gradient_bytes),
         optimizer_seconds=_optimizer_seconds(load, devices, groups, arrangement, constants),
-        outer_seconds=_outer_seconds(load, devices, groups, arrangement),
+        outer=outer_seconds(load, devices, groups, arrangement),
     )
-
-
-_OUTER_BYTES = 68  # read and written for each element: the change, both copies, SGD's step
-
-
-def _outer_seconds(
-    load: StageLoad, devices: Sequence[Throughput], groups: RankGroups, arrangement: Arrangement
-) -> float:
-    """Return a local step's share of the outer step, for one stage.
-
-        (all-reduce of this rank's part of the parameters, in fp32, over the replicas
-        + 68 bytes for each of its elements ÷ bandwidth
-        + ZeRO-1's gather inside the replica) ÷ local steps
-
-    Nothing overlaps. Running statistics of norms are left out.
-    """
-    if not arrangement.is_local:
-        return 0.0
-    part_bytes = load.gradient_bytes / arrangement.optimizer_ranks
-    seconds = summed_seconds(groups.outer, part_bytes)
-    slowest = min(rates.stream_bytes_per_second for rates in devices)
-    seconds += part_bytes / 4 * _OUTER_BYTES / slowest
-    if arrangement.zero.gathers_updated:
-        seconds += _seconds(Collective.ALL_GATHER, groups.shard)(load.parameter_bytes)
-    return seconds / arrangement.sync_every
 
 
 def _with_gradients(
@@ -384,6 +362,7 @@ def data_groups(
         slowdown=constants.overlap_slowdown,
         copy_byte_seconds=copy_byte_seconds(groups.slowest_rates(rank)),
         gathers_ahead=constants.gathers_ahead,
+        gathers_float8=gathers_float8(arrangement),
         reduces_each=arrangement.reduces_each,
         to_host_byte_seconds=to_host_byte_seconds(arrangement, constants, groups.host),
         from_host_byte_seconds=from_host_byte_seconds(arrangement, constants, groups.host),

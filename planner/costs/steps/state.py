@@ -7,6 +7,7 @@ questions follow: when ZeRO spares nothing, and when no rank can keep what compr
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import ceil
 from typing import Protocol
 
 from autopar.planner.costs.prediction import Arrangement
@@ -31,6 +32,29 @@ class ParameterTotals(Protocol):
     @property
     def optimizer_bytes(self) -> int:
         """Bytes of optimizer states."""
+
+
+class GatheredParameters(Protocol):
+    """The parameters that a rank gathers."""
+
+    @property
+    def parameter_bytes(self) -> float:
+        """Bytes of parameters."""
+
+    @property
+    def float8_elements(self) -> int:
+        """Elements of weights that can be gathered in float8 instead of 16 bits."""
+
+
+def gathers_float8(arrangement: Arrangement) -> bool:
+    """Whether weights of float8 products are gathered in float8: by ZeRO-3, from the device."""
+    is_here = arrangement.divided.divides_parameters and not arrangement.shards_on_host
+    return arrangement.float8.gathers and is_here
+
+
+def gathered_bytes(load: GatheredParameters, *, in_float8: bool) -> float:
+    """Return the bytes of parameters as they are gathered: an element in float8 takes one less."""
+    return load.parameter_bytes - load.float8_elements * in_float8
 
 
 def reduced_state_bytes(totals: ParameterTotals, arrangement: Arrangement) -> int:
@@ -94,8 +118,12 @@ def state_by_category(
 
 
 def _optimizer_bytes(size_bytes: int, gradient_bytes: int, arrangement: Arrangement) -> int:
-    """Return the optimizer's states, and the outer optimizer's: fp32 as gradients are."""
-    size_bytes += arrangement.outer.copies * gradient_bytes
+    """Return the optimizer's states, and the outer optimizer's: fp32 as gradients are.
+
+    A part of the model that is on its way is held twice: its change, and as it was sent.
+    """
+    on_its_way = 2 / arrangement.outer_parts if arrangement.outer_parts > 1 else 0
+    size_bytes += ceil((arrangement.outer.copies + on_its_way) * gradient_bytes)
     is_here = not arrangement.offload.has_states
     return is_here * _part(size_bytes, arrangement.optimizer_ranks, is_divided=True)
 

@@ -12,6 +12,7 @@ plan/solving/costing.py).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from autopar.planner.cluster.cluster import Cluster
 from autopar.planner.costs.prediction import (
@@ -31,6 +32,7 @@ from autopar.planner.costs.schedules.table import (
 from autopar.planner.costs.steps.framework import FrameworkConstants
 from autopar.planner.costs.steps.memory import memory_of
 from autopar.planner.costs.steps.stage_load import (
+    OuterSeconds,
     RankGroups,
     norm_seconds,
     rank_groups,
@@ -75,8 +77,10 @@ def predict(
             groups,
             tied_gradient_bytes=tied_gradient_bytes,
             transfer_wait_seconds=_transfer_wait_seconds(step),
+            host_bytes_per_second=groups.host.bytes_per_second * constants.host_link_share,
         ),
         stages=_stage_predictions(step, pipeline_shape(arrangement), constants),
+        outer_delay=step.outer_delay,
         model_flops=model_flops,
         peak_flops_per_second=groups.peak_flops_per_second,
     )
@@ -102,7 +106,7 @@ def step_of(
         scheduled,
         transfer_seconds=transfers,
     )
-    return StepTerms(
+    step = StepTerms(
         arrangement=arrangement,
         loads=loads,
         data=tuple(price.data for price in prices),
@@ -113,13 +117,32 @@ def step_of(
         tied_seconds=tied_seconds(groups, arrangement, tied_gradient_bytes),
         optimizer_seconds=_slowest([one.optimizer_seconds for one in prices], ranks)
         + norm_seconds(groups, arrangement),
-        outer_seconds=_slowest([one.outer_seconds for one in prices], ranks),
+        outer=OuterSeconds(
+            computed=_slowest([one.outer.computed for one in prices], ranks),
+            sent=_slowest([one.outer.sent for one in prices], ranks),
+        ),
+        outer_hidden_seconds=0.0,
         framework_step_seconds=constants.step_seconds,
         framework_action_seconds=constants.action_seconds,
         scheduled=scheduled,
         is_host_measured=constants.is_measured,
         is_net_measured=is_net_measured,
     )
+    return replace(step, outer_hidden_seconds=_outer_hidden_seconds(step))
+
+
+def _outer_hidden_seconds(step: StepTerms) -> float:
+    """Return a local step's share of what is sent beside local steps, of parts of the model.
+
+        min(sent, step · parts · (local steps of a part − 1) ÷ local steps)
+
+    The step counts without outer steps. Each part is applied before the next is sent.
+    """
+    parts, steps = step.arrangement.outer_parts, step.arrangement.sync_every
+    if parts == 1:
+        return 0.0
+    beside = step.seconds - step.outer_seconds
+    return min(step.outer.sent, beside * parts * (steps // parts - 1) / steps)
 
 
 def _transfer_wait_seconds(step: StepTerms) -> float:

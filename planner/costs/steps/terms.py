@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import ceil
 
 from autopar.planner.cluster.cluster import Collective
 from autopar.planner.costs.collectives.conversions import NO_WAIT
@@ -15,8 +16,15 @@ from autopar.planner.costs.prediction import (
 )
 from autopar.planner.costs.schedules.simulation import StageSeconds
 from autopar.planner.costs.schedules.table import rank_of
-from autopar.planner.costs.steps.stage_load import RankGroups, StageLoad, sent_bytes, summed_seconds
+from autopar.planner.costs.steps.stage_load import (
+    OuterSeconds,
+    RankGroups,
+    StageLoad,
+    sent_bytes,
+    summed_seconds,
+)
 from autopar.planner.costs.steps.stage_price import DataSeconds
+from autopar.planner.costs.steps.state import gathered_bytes, gathers_float8
 from autopar.planner.precision import Compression
 
 _ROUNDING = 1e-12  # idle times up to this share of the pipeline's time are rounding errors
@@ -35,7 +43,8 @@ class StepTerms:
     last_reduction_seconds: float
     tied_seconds: float
     optimizer_seconds: float
-    outer_seconds: float  # of an outer step, as one of the local steps has it
+    outer: OuterSeconds
+    outer_hidden_seconds: float  # what is sent of parts of the model beside local steps
     framework_step_seconds: float  # the host's work once per step
     framework_action_seconds: float  # the host's work for each forward or backward
     scheduled: tuple[StageSeconds, ...]  # of a microbatch, as the schedule runs each stage
@@ -50,6 +59,23 @@ class StepTerms:
             + self.tied_seconds + self.optimizer_seconds + self.outer_seconds
             + self.framework_step_seconds
         )  # fmt: skip
+
+    @property
+    def outer_seconds(self) -> float:
+        """The share of outer steps that lengthens a local step."""
+        return self.outer.computed + self.outer.sent - self.outer_hidden_seconds
+
+    @property
+    def outer_delay(self) -> int:
+        """For how many local steps a part of the model is sent: enough, or as many as there are."""
+        arrangement = self.arrangement
+        if arrangement.outer_parts == 1:
+            return 0
+        of_part = arrangement.sync_every // arrangement.outer_parts
+        needed = ceil(
+            self.outer.sent * arrangement.sync_every / arrangement.outer_parts / self.seconds
+        )
+        return min(max(1, needed), of_part - 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,12 +181,14 @@ def communication_terms(
     *,
     tied_gradient_bytes: int,
     transfer_wait_seconds: float,
+    host_bytes_per_second: float,
 ) -> tuple[CommunicationTerm, ...]:
     """Return each kind of communication of the busiest rank that takes time."""
     busiest = busiest_rank(step)
     terms = (
         _tensor_term(step, busiest),
         *_data_terms(step, busiest),
+        _saved_term(step, busiest, host_bytes_per_second),
         _replicated_term(step, busiest, groups),
         _pipeline_term(step, busiest, transfer_wait_seconds),
         _outer_term(step, busiest),
@@ -205,7 +233,8 @@ def _data_terms(step: StepTerms, busiest: BusiestRank) -> Iterator[Communication
         collective=Collective.ALL_GATHER if arrangement.averaging_ranks > 1 else "copy",
         ranks=arrangement.shard,
         count=sum(one.gathers for one in own),
-        payload_bytes=(2 * each if is_sharded else 1) * sum(load.parameter_bytes for load in loads),
+        payload_bytes=(2 * each if is_sharded else 1)
+        * sum(int(gathered_bytes(load, in_float8=gathers_float8(arrangement))) for load in loads),
         seconds=gathers,
         exposed_seconds=min(waited, gathers),
     )
@@ -238,13 +267,17 @@ def _outer_term(step: StepTerms, busiest: BusiestRank) -> CommunicationTerm:
     arrangement = step.arrangement
     sizes = sum(step.loads[stage].gradient_bytes for stage in busiest.stages)
     each = arrangement.optimizer_ranks * arrangement.sync_every
+    often = f"in one of {arrangement.sync_every} steps"
+    if arrangement.outer_parts > 1:
+        of_part = arrangement.sync_every // arrangement.outer_parts
+        often = f"a part every {of_part} steps, sent during {step.outer_delay}"
     return CommunicationTerm(
-        reason=f"parameters averaged over replicas, in one of {arrangement.sync_every} steps",
+        reason=f"parameters averaged over replicas, {often}",
         collective=Collective.ALL_REDUCE,
         ranks=arrangement.data // arrangement.shard,
         count=0,
         payload_bytes=sizes // each,
-        seconds=step.outer_seconds,
+        seconds=step.outer_seconds + step.outer_hidden_seconds,
         exposed_seconds=step.outer_seconds,
     )
 
@@ -276,7 +309,8 @@ def _sent_bytes(load: StageLoad, arrangement: Arrangement) -> int:
 def _gather_words(arrangement: Arrangement) -> str:
     fetched = "fetched from the host" if arrangement.shards_on_host else ""
     gathered = "gathered over the data axis" if arrangement.averaging_ranks > 1 else ""
-    return f"parameters {' and '.join(filter(None, (fetched, gathered)))}"
+    narrow = ", weights of float8 products in float8" if gathers_float8(arrangement) else ""
+    return f"parameters {' and '.join(filter(None, (fetched, gathered)))}{narrow}"
 
 
 def _reduction_words(arrangement: Arrangement) -> str:
@@ -286,6 +320,24 @@ def _reduction_words(arrangement: Arrangement) -> str:
     own = arrangement.compression
     sent = f", {own.sums}" if own is not Compression.NONE else ""
     return f"gradients summed over the data axis{sent}{copied}"
+
+
+def _saved_term(
+    step: StepTerms, busiest: BusiestRank, host_bytes_per_second: float
+) -> CommunicationTerm:
+    """Return the copies of saved tensors to the host and back, which run beside the layers."""
+    each, loads = 2 * step.arrangement.microbatches, [step.loads[one] for one in busiest.stages]
+    layers = (one.count for load in loads for one in load.works if one.cost.host_saved_bytes)
+    size = each * sum(load.host_saved_bytes for load in loads)
+    return CommunicationTerm(
+        reason="saved activations copied to the host and back",
+        collective="copy",
+        ranks=1,
+        count=each * sum(layers),
+        payload_bytes=size,
+        seconds=size / host_bytes_per_second,
+        exposed_seconds=busiest.host_wait_seconds,
+    )
 
 
 def _replicated_term(

@@ -19,6 +19,7 @@ from autopar.planner.costs.schedules.table import ScheduleKind
 from autopar.planner.errors import InputError
 from autopar.planner.graph.graph import Graph
 from autopar.planner.precision import (
+    LEAST_OF_PART,
     LOCAL_STEPS,
     Allowed,
     Compression,
@@ -196,6 +197,7 @@ class Constraints:
     bucket_bytes: tuple[int, ...] = ()
     sync_every: int | None = None
     outer: Outer = Outer.NESTEROV  # of plans with local steps
+    outer_parts: int = 1
     splits: tuple[SplitRule, ...] = ()
     stages: tuple[StagePin, ...] = ()
     recompute: tuple[RecomputePin, ...] = ()
@@ -242,7 +244,14 @@ def _compiled(constraints: Constraints) -> Constraints:
 
 
 def _check_local_steps(constraints: Constraints) -> None:
-    """Raise if constraints demand local steps, and exclude them."""
+    """Raise if constraints demand local steps, and exclude them or leave too few for all parts."""
+    steps, least = constraints.sync_every, LEAST_OF_PART * constraints.outer_parts
+    if constraints.outer_parts > 1 and steps is not None and steps < least:
+        both = [one for one in constraints.declared if one.field in ("sync_every", "outer_parts")]
+        raise InputError(
+            f"{conflict_text(both)}: each part needs {LEAST_OF_PART} local steps",
+            fix=f"take --sync-every {least} or more, or fewer --outer-parts",
+        )
     if 1 in local_steps(constraints):
         return
     is_lossy = all(one.keeps_lost for one in compressions(constraints))
@@ -290,13 +299,15 @@ def allows(constraints: Constraints, arrangement: Arrangement) -> bool:
         and (not buckets or arrangement.bucket_bytes in buckets)
         and arrangement.sync_every in local_steps(constraints)
         and (arrangement.outer is constraints.outer or not arrangement.is_local)
+        and arrangement.outer_parts == (constraints.outer_parts if arrangement.is_local else 1)
     )
 
 
 def local_steps(constraints: Constraints) -> tuple[int, ...]:
     """Return the allowed numbers of local steps; 1 stands for none."""
     if Allowed.LOCAL_STEPS in constraints.allowed:
-        return tuple(sorted({1, constraints.sync_every or LOCAL_STEPS}))
+        usual = max(LOCAL_STEPS, LEAST_OF_PART * constraints.outer_parts)
+        return tuple(sorted({1, constraints.sync_every or usual}))
     return (constraints.sync_every or 1,)
 
 

@@ -244,6 +244,11 @@ class DemandOptions(TypedDict, total=False):
         say="outer optimizer {value}", metavar="NAME", example='"nesterov"',
         text=f"the outer optimizer of local steps: {_OUTERS} (the mean of the parameters)",
     )]
+    outer_parts: Annotated[int | None, DemandSetting(
+        place="choices.outer_parts", field="outer_parts", read=read_count,
+        say="outer steps in {value} parts", metavar="N", example="4",
+        text="parts of the model that have outer steps in turn, sent while training goes on",
+    )]
     allow: Annotated[str | None, DemandSetting(
         place="choices.allow", field="allowed", read=_read_allowed,
         say="allowed: {value}", metavar="WHAT", example='"local-steps"',

@@ -19,6 +19,7 @@ from autopar.planner.graph.ops import Op
 from autopar.planner.layers import Layers
 from autopar.planner.plan.declared.constraints import Objective
 from autopar.planner.plan.plan import Plan, StoredPlan
+from autopar.planner.precision import LEAST_OF_PART
 from autopar.planner.programs.layouts.edges import crossing_tensors
 from autopar.planner.rules.signature import Dim, leaves
 
@@ -110,6 +111,8 @@ def _degrees(plan: StoredPlan) -> Iterator[str]:
     has_replicas = arrangement.shard < arrangement.data and arrangement.outer.copies > 0
     if arrangement.is_local and not has_replicas:
         yield "arrangement.sync_every: local steps need several replicas, and an outer optimizer"
+    if arrangement.outer_parts > max(1, arrangement.sync_every // LEAST_OF_PART):
+        yield f"arrangement.outer_parts: each part needs {LEAST_OF_PART} local steps"
     if arrangement.rows and not _are_rows(arrangement):
         yield (
             f"arrangement.rows: {len(arrangement.rows)} numbers for {arrangement.data} data ranks, "

@@ -175,6 +175,7 @@ def choices_of(subject: SearchSubject, cluster: Cluster, constraints: Constraint
         shard=constraints.shard,
         local_steps=local_steps(constraints),
         outer=constraints.outer,
+        outer_parts=constraints.outer_parts,
         node_devices=min(node.devices for node in cluster.nodes),
         layers=len(subject.layers.layers),
     )

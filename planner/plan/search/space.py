@@ -205,6 +205,7 @@ class Choices:
     shard: int | None  # pinned
     local_steps: tuple[int, ...]  # between two outer steps; 1: none
     outer: Outer
+    outer_parts: int
     node_devices: int  # of the smallest node
     layers: int
 
@@ -265,6 +266,7 @@ def variants(point: Arrangement, choices: Choices) -> Iterator[Arrangement]:
             yield from _variants(point, sharding(point, choices), choices)
         elif not point.precision.scales_loss:  # all ranks share the scale of the loss
             local = replace(point, sync_every=sync_every, outer=choices.outer)
+            local = replace(local, outer_parts=choices.outer_parts)
             on_device = replace(choices, offloads=(Offload.NONE,))
             yield from _variants(local, _replicas(point, choices), on_device)
 

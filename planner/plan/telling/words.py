@@ -16,7 +16,7 @@ from autopar.planner.graph.layouts import Layout, LayoutKind
 from autopar.planner.graph.ops import MODEL_DTYPE, Buffer, GradientUse, Op
 from autopar.planner.plan.declared.limits import gradient_words
 from autopar.planner.plan.plan import Model, Plan, PlannedStage, StoredPlan
-from autopar.planner.precision import LEARNT, Compression, Float8, Outer
+from autopar.planner.precision import Float8, learnt_words
 from autopar.planner.rules.rule import OpKind
 from autopar.planner.rules.table import kind_of
 
@@ -112,7 +112,8 @@ def local_words(arrangement: Arrangement) -> str:
     if not arrangement.is_local:
         return ""
     replicas = arrangement.data // arrangement.shard
-    each = f"{arrangement.sync_every} local steps ({arrangement.outer})"
+    parts = f", {arrangement.outer_parts} parts" * (arrangement.outer_parts > 1)
+    each = f"{arrangement.sync_every} local steps ({arrangement.outer}{parts})"
     of = f" of {arrangement.ranks // replicas}" if arrangement.ranks > replicas else ""
     return f"{replicas} replicas{of}, {each}"
 
@@ -214,26 +215,25 @@ def replicas_apart(plan: Plan) -> str:
         return ""
     return (
         f"{arranged.data // arranged.shard} replicas take {arranged.sync_every} local steps before "
-        "an outer optimizer averages them, as was allowed, so this is not the training of one "
-        f"device. {learnt_words(arranged.outer)}"
+        f"an outer optimizer averages them, {_turns(plan)}as was allowed, so this is not the "
+        f"training of one device. {learnt_words(arranged.outer)}"
     )
+
+
+def _turns(plan: Plan) -> str:
+    """Return how outer steps go through the model in parts, with a comma, or ""."""
+    if not (delay := plan.prediction.outer_delay):
+        return ""
+    arranged, steps = plan.arrangement, f"{delay} local step{'s' * (delay > 1)}"
+    return f"a part of {arranged.outer_parts} at a time, each sent during {steps}, "
 
 
 def sums_apart(plan: Plan) -> str:
     """Return what compression that loses something of gradients changes, or ""."""
-    own = plan.arrangement.compression
-    if not own.keeps_lost:
+    if not (own := plan.arrangement.compression).keeps_lost:
         return ""
-    return (
-        f"data ranks sum gradients {own.sums}, as was allowed, so this is not quite the training "
-        f"of one device. {learnt_words(own)}"
-    )
-
-
-def learnt_words(choice: Compression | Outer) -> str:
-    """Say what small models have learnt with a choice, and without it."""
-    told = (f"{own:.4f} instead of {whole:.4f} ({name})" for name, whole, own in LEARNT[choice])
-    return f"Losses after 300 steps of small models: {', '.join(told)}; see docs/slow-networks.md."
+    why = f"data ranks sum gradients {own.sums}, as was allowed, so this is not quite the training"
+    return f"{why} of one device. {learnt_words(own)}"
 
 
 def statistics_apart(plan: Plan) -> str:

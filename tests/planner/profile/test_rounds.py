@@ -50,6 +50,14 @@ def one_thread() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def wait(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Return a function that lets time pass, which stands still otherwise."""
+    waits = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: sum(waits))
+    return waits.append
+
+
 def probes(rows: int = 4) -> tuple[Probe, ...]:
     """Return the probes of a small perceptron."""
     prices = pricer("mnist.py", batch=rows, precision=Precision.FP32, device_name="cpu")
@@ -107,6 +115,7 @@ def test_a_round_has_the_ops_of_one_batch_as_a_step_has() -> None:
     ]
 
 
+@pytest.mark.usefixtures("wait")
 def test_batches_take_turns_so_that_a_slow_minute_meets_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -138,27 +147,26 @@ def left_out_of_two_batches(*, total_seconds: float) -> tuple[UnmeasuredOp, ...]
 
 
 def test_what_collecting_garbage_takes_is_not_of_the_budget(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, wait: Callable[[float], None]
 ) -> None:
-    budget = 0.5
-    monkeypatch.setattr(gc, "collect", lambda: time.sleep(1.2 * budget))
-    assert not left_out_of_two_batches(total_seconds=budget)
+    monkeypatch.setattr(gc, "collect", lambda: wait(1.2))
+    assert not left_out_of_two_batches(total_seconds=1.0)
 
 
 def test_what_is_loaded_when_an_op_is_first_called_is_not_of_the_budget(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, wait: Callable[[float], None]
 ) -> None:
-    budget, loaded = 0.5, set[OpKey]()
+    loaded = set[OpKey]()
     forward = ProbeCall.forward
 
     def loading(call: ProbeCall) -> object:
         if call.probe.key not in loaded:
             loaded.add(call.probe.key)
-            time.sleep(budget / 4)
+            wait(0.25)
         return forward(call)
 
     monkeypatch.setattr(ProbeCall, "forward", loading)
-    assert not left_out_of_two_batches(total_seconds=budget)
+    assert not left_out_of_two_batches(total_seconds=1.0)
 
 
 def test_an_op_that_took_its_time_is_not_called_again() -> None:

@@ -87,10 +87,12 @@ def test_a_process_elsewhere_is_alive_while_its_heart_beats(
         f"{folder} is claimed by process {os.getppid()} on elsewhere: waiting 0 s to see whether "
         "it still runs"
     ]
-    other = Claim(folder, leave(folder, host="elsewhere"))
+    own = os.getpid()  # whose heart stops when it gives the folder back
+    other = Claim(folder, leave(folder, host="elsewhere", process=own, began=began(own)))
     with pytest.raises(TakenError):
         claim(folder)
     other.release()
+    assert holder_of(folder) is None
 
 
 def test_whoever_was_taken_for_dead_notices(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from autopar.runtime.checkpointing.manifest import Moment
 from autopar.runtime.checkpointing.restoring import note_of_replicas, restore
 from autopar.runtime.data_parallel.wrapping import wrap
 from autopar.runtime.optimizer.building import build_optimizer
-from autopar.runtime.optimizer.outer import OuterOptimizer
+from autopar.runtime.optimizer.outer import OuterOptimizer, meet
 from autopar.runtime.ranks.mesh import start
 from tests.runtime.checkpointing.written import write_checkpoint
 from tests.runtime.processes import run_on_ranks
@@ -23,7 +23,7 @@ EVERY = 2
 class Training:
     """A rank of a training, with an outer optimizer if there are several replicas."""
 
-    def __init__(self, *, shard: int, zero: int, every: int = EVERY) -> None:
+    def __init__(self, *, shard: int, zero: int, every: int = EVERY, parts: int = 1) -> None:
         self.mesh = start(data=4, shard=shard, sync_every=every)
         self.model = build(self.mesh.tensor)
         wrap(self.model, self.mesh, zero=zero, bucket_bytes=500, units=list(self.model))
@@ -31,16 +31,18 @@ class Training:
         self.optimizer = build_optimizer([self.model], kind, zero=zero, mesh=self.mesh)
         self.outer = None
         if every:
-            parts = [self.model]
-            self.outer = OuterOptimizer(parts, self.optimizer, self.mesh, lr=0.7, momentum=0.9)
+            self.outer = OuterOptimizer(
+                [self.model], self.optimizer, self.mesh, lr=0.7, momentum=0.9,
+                parts=parts, delay=int(parts > 1),
+            )  # fmt: skip
 
     def train(self, steps: range) -> None:
         for step in steps:
             learn(self.model, step, self.mesh)
             self.optimizer.step()
             self.optimizer.zero_grad()
-            if self.outer is not None and (step + 1) % EVERY == 0:
-                self.outer.step()
+            if self.outer is not None:
+                self.outer.follow(step + 1)
 
     def weights(self) -> dict[str, Tensor]:
         return whole(self.model.named_parameters())
@@ -59,22 +61,30 @@ def _kept(folder: Path, training: Training) -> None:
     assert write_checkpoint(folder, moment, "", [model], optimizer, mesh) is None
 
 
-def go_on(folder: Path, zero: int) -> tuple[str | None, bool]:
+def go_on(folder: Path, zero: int, parts: int, kept_after: int) -> tuple[str | None, bool]:
     """Return whether two trainings are equal to the bit: one is interrupted."""
-    first = Training(shard=2, zero=zero)
-    first.train(range(4))
+    first = Training(shard=2, zero=zero, every=EVERY * parts, parts=parts)
+    first.train(range(kept_after))
+    meet(first.optimizer)
     _kept(folder, first)
-    first.train(range(4, 8))
-    again = Training(shard=2, zero=zero)
+    first.train(range(kept_after, 12))
+    again = Training(shard=2, zero=zero, every=EVERY * parts, parts=parts)
     note = _restored(folder, again)
-    again.train(range(4, 8))
+    again.train(range(kept_after, 12))
     found = again.weights()
     return note, all(torch.equal(one, found[name]) for name, one in first.weights().items())
 
 
 def test_replicas_go_on_to_the_bit(tmp_path: Path) -> None:
     for zero in (0, 1, 3):
-        for note, is_equal in run_on_ranks(go_on, 4, tmp_path / str(zero), zero):
+        for note, is_equal in run_on_ranks(go_on, 4, tmp_path / str(zero), zero, 1, 4):
+            assert note is None
+            assert is_equal
+
+
+def test_replicas_with_outer_steps_in_parts_go_on_to_the_bit(tmp_path: Path) -> None:
+    for kept_after in (4, 7):  # at the end of a round, and while a part is on its way
+        for note, is_equal in run_on_ranks(go_on, 4, tmp_path / f"{kept_after}", 1, 2, kept_after):
             assert note is None
             assert is_equal
 

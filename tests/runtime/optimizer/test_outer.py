@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -14,10 +15,10 @@ from autopar.runtime.data.loss import largest_norm
 from autopar.runtime.data_parallel.wrapping import wrap
 from autopar.runtime.optimizer.building import build_optimizer
 from autopar.runtime.optimizer.gradients import clip_by_global_norm
-from autopar.runtime.optimizer.outer import OuterOptimizer, average
+from autopar.runtime.optimizer.outer import OuterOptimizer, average, parts_of_model
 from autopar.runtime.ranks.mesh import Axis, start
 from tests.cells import cells
-from tests.runtime.processes import run_on_ranks
+from tests.runtime.processes import RankError, run_on_ranks
 from tests.runtime.small_training import (
     CLIP_NORM,
     largest_difference,
@@ -27,8 +28,8 @@ from tests.runtime.small_training import (
 from tests.runtime.test_combined_axes import MICROBATCHES, build, inputs, learn, own_part
 
 STEPS, REPLICAS = 6, 2
-DILOCO = {"lr": 0.7, "momentum": 0.9}
-AVERAGE = {"lr": 1.0, "momentum": 0.0}
+DILOCO: dict[str, Any] = {"lr": 0.7, "momentum": 0.9}
+AVERAGE: dict[str, Any] = {"lr": 1.0, "momentum": 0.0}
 
 
 def plain_sgd(parameters: Iterable[nn.Parameter]) -> Optimizer:
@@ -69,7 +70,7 @@ def alone(every: int, outer: dict[str, float]) -> dict[str, Tensor]:
 
 
 def train(
-    zero: int, shard: int, tensor: int, every: int, outer: dict[str, float], kind: Any
+    zero: int, shard: int, tensor: int, every: int, outer: dict[str, Any], kind: Any
 ) -> tuple[int, dict[str, Tensor]]:
     mesh = start(data=REPLICAS * shard, tensor=tensor, shard=shard, sync_every=every)
     model = build(mesh.tensor)
@@ -117,6 +118,62 @@ def test_one_local_step_of_sgd_and_plain_averaging_are_synchronous_training() ->
     found = run_on_ranks(train_unclipped, 4)
     for parameters in found:
         assert largest_difference(parameters, whole(model.named_parameters())) < 1e-9
+
+
+def _streamed(parts: int, delay: int, *, zero: int = 1, last: int = STEPS) -> dict[str, Tensor]:
+    """Train with outer steps of parts in turn; plain ones if there are none."""
+    mesh = start(data=4, shard=2, sync_every=3 if parts < 2 else 4)
+    model = build(mesh.tensor)
+    wrap(model, mesh, zero=zero, bucket_bytes=500, units=list(model))
+    optimizer = build_optimizer([model], weight_decay_on_matrices, zero=zero, mesh=mesh)
+    outer = OuterOptimizer([model], optimizer, mesh, **DILOCO, parts=max(1, parts), delay=delay)
+    for step in range(1, last + 1):
+        optimizer.zero_grad()
+        learn(model, step - 1, mesh)
+        optimizer.step()
+        if parts:
+            outer.follow(step)
+        elif step % mesh.sync_every == 0:
+            outer.step()
+    own = whole(model.named_parameters())
+    outer.meet()
+    return {**own, **{f"met {name}": one for name, one in whole(model.named_parameters()).items()}}
+
+
+def test_one_part_without_delay_is_the_plain_outer_step_to_the_bit() -> None:
+    for zero in (0, 1, 3):
+        plain = run_on_ranks(partial(_streamed, zero=zero), 4, 0, 0)
+        streamed = run_on_ranks(partial(_streamed, zero=zero), 4, 1, 0)
+        for one, other in zip(plain, streamed, strict=True):
+            assert all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+def test_replicas_that_train_on_during_outer_steps_meet_at_their_mean() -> None:
+    ranks = run_on_ranks(partial(_streamed, zero=0), 4, 2, 1)
+    names = [name for name in ranks[0] if not name.startswith("met ")]
+    apart = max(float((ranks[0][name] - ranks[2][name]).abs().max()) for name in names)
+    assert apart > 1e-6
+    for name in names:
+        mean = (ranks[0][name] + ranks[2][name]) / 2
+        for rank in ranks:
+            assert torch.allclose(rank[f"met {name}"], mean, rtol=0, atol=1e-12)
+
+
+def test_parts_need_a_local_step_more_than_their_delay() -> None:
+    with pytest.raises(RankError, match="4 local steps do not suffice for 2 parts"):
+        run_on_ranks(_streamed, 4, 2, 2)
+
+
+def test_parts_of_a_model_are_even_and_known_by_names_alone() -> None:
+    sizes = {f"h.{layer}.{name}": size for layer in range(6) for name, size in KINDS.items()}
+    parts = parts_of_model(sizes, 3)
+    assert parts == parts_of_model(dict(reversed(sizes.items())), 3)
+    filled = [sum(size for name, size in sizes.items() if parts[name] == one) for one in range(3)]
+    assert filled == [4 * sum(KINDS.values()) // 2] * 3
+    assert {parts[f"h.{layer}.up"] for layer in range(3)} == {0, 1, 2}  # dealt out in turn
+
+
+KINDS = {"up": 400, "down": 400, "norm": 10}
 
 
 def train_unclipped() -> dict[str, Tensor]:

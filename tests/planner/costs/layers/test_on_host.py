@@ -15,6 +15,7 @@ from autopar.planner.costs.schedules.table import ScheduleKind, rank_moments
 from autopar.planner.costs.steps.memory import memory_of
 from autopar.planner.costs.steps.stage_load import rank_groups, stage_load
 from autopar.planner.costs.steps.stage_price import stage_price
+from autopar.planner.costs.steps.step import predict
 from autopar.planner.layers import Layer
 from tests.planner.costs.layers.test_layer import LOG_SUM_EXP, SBH, STATISTICS
 from tests.planner.costs.ops.op_factories import layer_of, pricer, shape, whole
@@ -151,6 +152,24 @@ def test_a_backward_after_another_forward_waits_for_its_first_tensors() -> None:
     # 512 MB at 0.8 · 64 GB/s; the last stage runs its backward right after the forward
     assert backwards[0] - backwards[1] == pytest.approx(10e-3)
     assert backwards[1] == pytest.approx(sum(one.backward_seconds for one in layers))
+
+
+def test_copies_are_told_with_their_time_and_what_of_it_is_exposed() -> None:
+    cluster = choose_cluster(1, "h100-sxm")
+    saved = replace(there(), host_saved_bytes=512_000_000, host_wait_seconds=4e-3)
+    found = predict(
+        [[saved, saved, LAYER]],
+        replace(ARRANGEMENT, microbatches=3),
+        cluster,
+        constants=SILENT,
+        model_flops=1,
+    )
+    (copies,) = (one for one in found.communication if one.collective == "copy")
+    # 2 layers there and back in 3 microbatches, each 512 MB at 0.8 · 64 GB/s
+    assert copies.count == 12
+    assert copies.payload_bytes == 12 * 512_000_000
+    assert copies.seconds == pytest.approx(12 * 10e-3)
+    assert copies.exposed_seconds == pytest.approx(3 * 2 * 4e-3)
 
 
 def test_the_host_holds_all_microbatches_in_flight() -> None:

@@ -6,7 +6,13 @@ import pytest
 
 from autopar.planner.cluster.file import choose_cluster
 from autopar.planner.costs.kernels.kernels import gemm_seconds, memory_seconds
-from autopar.planner.costs.layers.flow import LayerFlow, layer_flow, working_bytes
+from autopar.planner.costs.layers.flow import (
+    UNSHARED,
+    LayerFlow,
+    layer_flow,
+    layer_parameters,
+    working_bytes,
+)
 from autopar.planner.costs.ops.pricer import OpPricer
 from autopar.planner.errors import InputError
 from autopar.planner.graph.ops import Op
@@ -101,6 +107,15 @@ def test_a_layer_has_room_for_the_factors_in_float8_of_its_largest_product() -> 
     assert tensors.float8_bytes(linear(tensors, 6), None) == (
         2 * ROWS * WIDE + ROWS * FFN + WIDE * FFN
     )
+
+
+def test_the_weights_of_a_layers_products_can_be_gathered_in_float8() -> None:
+    # q and o, k and v, the three of the feed-forward; two norms stay in 16 bits
+    weights = 2 * WIDE * WIDE + 2 * WIDE * WIDE // 4 + 3 * WIDE * FFN
+    for float8, elements in ((Float8.NONE, 0), (Float8.TENSORWISE, weights)):
+        own = layer_parameters(flow_of(prices(float8)), {}, UNSHARED)
+        assert own.float8_elements == elements
+        assert own.parameter_bytes == 2 * (weights + 2 * WIDE)
 
 
 def flow_of(of: OpPricer) -> LayerFlow:

@@ -10,11 +10,12 @@ from autopar.planner.cluster.cluster import Collective
 from autopar.planner.cluster.file import choose_cluster
 from autopar.planner.cluster.shape import group_shape
 from autopar.planner.costs.collectives.choice import collective_seconds
-from autopar.planner.costs.prediction import Zero
+from autopar.planner.costs.prediction import Offload, Zero
 from autopar.planner.costs.steps.stage_load import sent_bytes, stage_load
 from autopar.planner.costs.steps.stage_price import NOTHING, DataGroups, data_seconds
-from autopar.planner.precision import Compression
-from tests.planner.costs.step_factories import LAYER, layer
+from autopar.planner.costs.steps.state import gathers_float8
+from autopar.planner.precision import Compression, Float8
+from tests.planner.costs.step_factories import ARRANGEMENT, LAYER, layer
 
 CLUSTER = choose_cluster(8, "h100-sxm")
 ALL = group_shape(CLUSTER, 8, 1)
@@ -132,6 +133,24 @@ def test_zero_3_gathers_twice_per_microbatch_and_hides_most_of_it() -> None:
     assert found.each_forward == pytest.approx(gather)
     assert found.each_backward == pytest.approx(gather + scatter)
     assert found.gathers_alone == pytest.approx(2 * 3 * 4 * gather)
+
+
+def test_weights_in_float8_take_half_of_their_bytes_and_only_zero_3_gathers_them_so() -> None:
+    # of 2 MB in 16 bits, 800,000 elements are of float8 products: 1.2 MB are gathered
+    half = stage_load([replace(LAYER, float8_elements=800_000)] * 4).layers
+    sharded = replace(GROUPS, zero=Zero.PARAMETERS, gathers_float8=True)
+    found = data_seconds(half, sharded, microbatches=1)
+    gather = collective_seconds(Collective.ALL_GATHER, 1_200_000, ALL)
+    assert found.gathers_alone == pytest.approx(2 * 4 * gather)
+
+    arrangement = replace(ARRANGEMENT, data=8, shard=8, float8=Float8.TENSORWISE)
+    assert gathers_float8(replace(arrangement, zero=Zero.PARAMETERS))
+    for other in (
+        replace(arrangement, zero=Zero.GRADIENTS),
+        replace(arrangement, zero=Zero.PARAMETERS, float8=Float8.ROWWISE),
+        replace(arrangement, zero=Zero.PARAMETERS, offload=Offload.OPTIMIZER),
+    ):
+        assert not gathers_float8(other)
 
 
 def test_gathered_parameters_are_copied_out_of_their_buffer() -> None:

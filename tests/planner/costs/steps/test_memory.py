@@ -20,7 +20,7 @@ from autopar.planner.costs.steps.framework import FrameworkConstants
 from autopar.planner.costs.steps.memory import memory_of
 from autopar.planner.costs.steps.stage_load import stage_load
 from autopar.planner.costs.steps.state import reduced_state_bytes
-from autopar.planner.precision import Compression, Precision
+from autopar.planner.precision import Compression, Float8, Precision
 from tests.planner.costs.step_factories import ARRANGEMENT, LAYER, SILENT, layer
 
 TWO = [LAYER, LAYER]
@@ -96,6 +96,11 @@ def test_sharded_parameters_are_whole_for_two_layers_at_a_time() -> None:
     found = _alone([LAYER, big, LAYER], arrangement, SILENT)
     assert found.transient_bytes == 40
     assert found.unsharded_bytes == 12_000_000 + 20_000_000
+    # 4 million of the elements are of products whose weights are gathered in float8
+    narrow = replace(big, float8_elements=4_000_000)
+    in_float8 = replace(arrangement, float8=Float8.TENSORWISE)
+    found = _alone([LAYER, narrow, LAYER], in_float8, SILENT)
+    assert found.unsharded_bytes == 8_000_000 + 20_000_000
 
 
 def test_the_head_has_no_gradient_yet_while_the_loss_behind_it_runs() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import groupby
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from autopar.planner.costs.steps.state import loses_unkept
 from autopar.planner.costs.steps.step import predict
 from autopar.planner.errors import AutoparError, InputError
 from autopar.planner.graph.ops import Buffer
+from autopar.planner.plan.declared.constraints import local_steps
 from autopar.planner.plan.declared.limits import with_local_steps
 from autopar.planner.plan.plan import Plan
 from autopar.planner.plan.telling.words import arrangement_words, meaning_notes
@@ -37,11 +39,37 @@ def predicted(arrangement: Arrangement) -> Prediction:
 
 
 def test_a_local_step_has_its_share_of_an_outer_step() -> None:
-    # One million parameters: 4 MB over two replicas, and 68 bytes for each at 0.9 · 3.35 TB/s.
+    # One million parameters: 4 MB over two replicas, and 120 bytes for each at 0.9 · 3.35 TB/s.
     outer = next(one for one in predicted(LOCAL).terms if one.name == "outer step").seconds
     two = group_shape(choose_cluster(4, "h100-sxm"), 2, 2)
     sent = collective_seconds(Collective.ALL_REDUCE, 4_000_000, two)
-    assert outer == pytest.approx((sent + 68e6 / (0.9 * 3.35e12)) / 8, rel=1e-3)
+    assert outer == pytest.approx((sent + 120e6 / (0.9 * 3.35e12)) / 8, rel=1e-3)
+
+
+@pytest.mark.parametrize("network", ["infiniband-ndr", "ethernet-10"])
+def test_parts_are_sent_beside_local_steps_as_far_as_these_last(network: str) -> None:
+    # Each of 4 parts has 10 MB, and 2 local steps, in the first of which it is sent.
+    cluster = two_nodes(network, devices=2, device="h100-sxm")
+    layer = replace(LAYER, gradient_bytes=40_000_000)
+    parts = replace(LOCAL, outer_parts=4)
+    found = predict([[layer]], parts, cluster, constants=SILENT, model_flops=10**15)
+    outer = next(one.seconds for one in found.terms if one.name == "outer step")
+    sent = 4 * collective_seconds(Collective.ALL_REDUCE, 10_000_000, group_shape(cluster, 2, 2))
+    hidden = min(sent, 4 * (found.step_seconds - outer))
+    assert outer == pytest.approx((1200e6 / (0.9 * 3.35e12) + sent - hidden) / 8, rel=1e-3)
+    assert (hidden == sent) == (network == "infiniband-ndr")
+    told = next(one for one in found.communication if one.reason.startswith("parameters averaged"))
+    assert told.seconds - told.exposed_seconds == pytest.approx(hidden / 8)
+    assert found.outer_delay == 1
+
+
+def test_a_part_is_sent_for_as_many_steps_as_that_takes() -> None:
+    cluster = two_nodes("ethernet-10", devices=2, device="h100-sxm")
+    layer = replace(LAYER, gradient_bytes=400_000_000)
+    parts = replace(LOCAL, outer_parts=4, sync_every=256)
+    found = predict([[layer]], parts, cluster, constants=SILENT, model_flops=10**15)
+    each = collective_seconds(Collective.ALL_REDUCE, 100_000_000, group_shape(cluster, 2, 2))
+    assert found.outer_delay == ceil(each / found.step_seconds) > 1
 
 
 def test_gradients_are_averaged_inside_a_replica() -> None:
@@ -65,6 +93,9 @@ def test_gradients_are_averaged_inside_a_replica() -> None:
 def test_memory_has_the_outer_state(outer: Outer, zero: Zero, more: int) -> None:
     local = replace(LOCAL, outer=outer, zero=zero)
     alone = replace(local, data=2, sync_every=1, outer=Outer.NONE)
+    in_parts = predicted(replace(local, outer_parts=4)).peak_memory.optimizer_bytes
+    on_its_way = in_parts - predicted(local).peak_memory.optimizer_bytes
+    assert on_its_way == 2_000_000 // (2 if zero is Zero.OPTIMIZER else 1)  # half of 4 MB
     bytes_ = [predicted(one).peak_memory.optimizer_bytes for one in (local, alone)]
     assert bytes_[0] - bytes_[1] == more
 
@@ -132,6 +163,23 @@ def is_of_table(line: str) -> bool:
 
 def cells(line: str) -> list[str]:
     return [one.strip() for one in line.strip("|").split("|")]
+
+
+def test_demanded_parts_are_printed_and_told() -> None:
+    plan = found(SLOW, choices__sync_every=100, choices__outer_parts=4)
+    assert plan.arrangement.outer_parts == 4
+    assert "100 local steps (nesterov, 4 parts)" in arrangement_words(plan.arrangement)
+    delay = f"a part of 4 at a time, each sent during {plan.prediction.outer_delay} local step"
+    assert any(delay in note for note in meaning_notes(plan))
+    whole = found(SLOW, choices__sync_every=100).prediction.step_seconds
+    assert plan.prediction.step_seconds < whole
+
+
+def test_parts_need_local_steps_of_their_own() -> None:
+    with pytest.raises(InputError, match=r"7 local steps .* each part needs 2 local steps"):
+        declared(choices__outer_parts=4, choices__sync_every=7)
+    allowed = declared(choices__outer_parts=40, choices__allow="local-steps")
+    assert local_steps(allowed) == (1, 80)
 
 
 def test_local_steps_need_several_replicas() -> None:
