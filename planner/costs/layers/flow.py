@@ -60,12 +60,12 @@ def layer_parameters(
     flow: LayerFlow, parameters: Mapping[str, Layout], shared: SharedWeights
 ) -> LayerParameters:
     """Return the memory of a layer's parameters, without those counted by an earlier layer."""
-    pricer = flow.pricer
+    pricer, known = flow.pricer, flow.pricer.parameters
     used = dict.fromkeys(name for one in flow.ops for name in one.op.inputs)
-    names = [name for name in used if name in pricer.parameters and name not in shared.counted]
+    names = [name for name in used if name in known and name not in shared.counted]
     layouts = {name: parameters.get(name, WHOLE) for name in names}
     elements = {name: pricer.elements(name, layouts[name], flow.degree) for name in names}
-    learned = [name for name in names if pricer.parameters[name].trainable]
+    learned = [name for name in names if known[name].trainable]
     trainable = sum(elements[name] for name in learned)
     replicated = [name for name in learned if layouts[name].kind is LayoutKind.REPLICATED]
     summed = {*replicated, *shared.tied.intersection(learned)}
@@ -78,14 +78,13 @@ def layer_parameters(
         ),
         gradient_bytes=GRADIENT_BYTES * trainable,
         optimizer_bytes=sum(
-            round(optimizer_bytes(pricer.precision, known.moments) * elements[name])
+            round(optimizer_bytes(pricer.precision, known[name].moments) * elements[name])
             for name in learned
-            for known in (pricer.parameters[name],)
         ),
         replicated_gradient_bytes=GRADIENT_BYTES * sum(elements[name] for name in replicated),
         whole_gradient_bytes=GRADIENT_BYTES * sum(elements[name] for name in summed),
         thin_gradient_bytes=sum(
-            thin_bytes(_rows(pricer.parameters[name], layouts[name], flow.degree), elements[name])
+            thin_bytes(_rows(known[name], layouts[name], flow.degree), elements[name])
             for name in learned
             if name not in summed
         ),
