@@ -28,7 +28,7 @@ class SharedWeights:
 
     `counted` are counted in an earlier layer that uses them. `waiting` are used by a later layer,
     and by this layer or an earlier one: the later layer's gradient waits in autograd for theirs.
-    `tied` are shared with a layer of another rank: the first and the last stage add up gradients.
+    `tied` are shared with a layer of another stage.
     """
 
     counted: frozenset[str] = frozenset()
@@ -66,17 +66,16 @@ def layer_parameters(
     layouts = {name: parameters.get(name, WHOLE) for name in names}
     elements = {name: pricer.elements(name, layouts[name], flow.degree) for name in names}
     learned = [name for name in names if pricer.parameters[name].trainable]
-    trainable = sum(elements[name] for name in learned)
-    replicated = [name for name in learned if layouts[name].kind is LayoutKind.REPLICATED]
-    summed = {*replicated, *shared.tied.intersection(learned)}
+    replicated = {name for name in learned if layouts[name].kind is LayoutKind.REPLICATED}
+    summed = replicated.union(shared.tied & set(learned))
     return LayerParameters(
         parameters=sum(elements.values()),
-        trainable=trainable,
+        trainable=sum(elements[name] for name in learned),
         trainable_tensors=len(learned),
         parameter_bytes=sum(
             pricer.tensor_bytes(name, layouts[name], flow.degree) for name in names
         ),
-        gradient_bytes=GRADIENT_BYTES * trainable,
+        gradient_bytes=GRADIENT_BYTES * sum(elements[name] for name in learned),
         optimizer_bytes=sum(
             round(optimizer_bytes(pricer.precision, known.moments) * elements[name])
             for name in learned
