@@ -18,7 +18,12 @@ from autopar.planner.findings.writes import objects_given
 from autopar.planner.graph.graph import Graph
 from autopar.planner.graph.ops import GradientUse
 from autopar.planner.layers import Layers
-from autopar.planner.plan.declared.constraints import DEFAULT_MEMORY, Constraints, RecomputePin
+from autopar.planner.plan.declared.constraints import (
+    DEFAULT_MEMORY,
+    Constraints,
+    RecomputePin,
+    local_steps,
+)
 from autopar.planner.plan.declared.limits import (
     gradient_words,
     keeps_statistics_apart,
@@ -129,11 +134,12 @@ def _note_statistics(graph: Graph, constraints: Constraints) -> None:
     norm = None if keeps_statistics_apart(constraints) else norm_of_rows(graph)
     if norm is None:
         return
+    of = "" if local_steps(constraints) == (1,) else " (with local steps: those of a replica)"
     print_note(
         f"{named(norm)} takes statistics of all rows, so each data rank has one microbatch of all "
-        "of its rows, and data ranks share statistics. For several microbatches, each with its own "
-        "statistics, set microbatch_statistics = true in [choices] of a constraints file, or pin "
-        "microbatch."
+        f"of its rows, and data ranks{of} share statistics. For several microbatches, each with "
+        "its own statistics, set microbatch_statistics = true in [choices] of a constraints file, "
+        "or pin microbatch."
     )
 
 

@@ -50,6 +50,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 "again": max((one.again for one in found.ranks), default=0),
                 "breaks": sorted({_short(text) for one in found.ranks for text in one.breaks}),
                 "warned": sorted({_short(text) for one in found.ranks for text in one.warned}),
+                "eager": list(found.eager),
             }
             seconds = [time.process_time() - began, *(one.cpu_seconds for one in found.ranks)]
             print(f"{model:<26} {kind:<18} {sum(seconds):5.1f} s  {row}", flush=True)
@@ -100,7 +101,8 @@ def page(cells: Cells) -> str:
         "Written by `python -m benchmarks.compiled_matrix`: three steps in float64 on gloo",
         "processes, and a fourth with random numbers. Shown is the greatest difference of a loss,",
         "a gradient norm, a gradient and a parameter, and how many graphs a rank compiled.",
-        "`aot_eager` is torch.compile without code of inductor. Empty cells were not computed.",
+        "`aot_eager` is torch.compile without code of inductor. Empty cells were not computed;",
+        "no plan splits a sequence that the model's axes lack (an image, a single feature).",
         "Code is proved inside a mode that turns dropout off, whose own lines break graphs, too.",
     ]
     for way in BACKENDS:
@@ -121,6 +123,8 @@ def page(cells: Cells) -> str:
         lines += ["", ", ".join(f"{count} {word}" for word, count in counts.items()) + "."]
         lines += _told("Refused", own, lambda row: row["verdict"] == "refused" and [row["detail"]])
         lines += _told("Where graphs break", own, lambda row: row["breaks"])
+        of_models = {(model,): row for (model, _), row in own.items() if "eager" in row}
+        lines += _told("Layers that stay eager", of_models, lambda row: row["eager"])
         lines += _told("Warnings", own, lambda row: row["warned"])
         lines += _told("Compiled after the second step", own, lambda row: row["again"] and ["yes"])
     return "\n".join(lines) + "\n"

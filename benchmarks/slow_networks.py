@@ -1,10 +1,11 @@
 """Plans for slow networks with and without choices that send less, and what is learnt with them.
 
-    python -m benchmarks.slow_networks [--steps 300] [-o FILE]
+    python -m benchmarks.slow_networks [--table NAME] [--steps 300] [-o FILE]
 
-The first table has predicted steps of 16 A100s on two nodes, which share one card each. The others
-have the losses of models of the zoo in fp32, the mean of the last 50 steps. One process plays the
-four replicas as `autopar verify` does, which proves that scripts train like this.
+The first table has predicted steps of 16 A100s on two nodes, which share one card each; the second
+those of BERT-large on 1 to 64, over 10 Gb/s. The others have the losses of models of the zoo in
+fp32, the mean of the last 50 steps. One process plays the four replicas as `autopar verify` does,
+which proves that scripts train like this.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ from autopar.codegen.proof.plain import (
 )
 from autopar.codegen.proof.replicas import PlayedOuter, shared_out
 from autopar.planner.model.model_file import ModelFile, load_model_file
+from autopar.planner.plan.telling.words import degrees_words, local_words
+from autopar.planner.precision import Allowed
 from autopar.planning import traced_plan
 
 ROOT = Path(__file__).parents[1]
@@ -39,7 +42,7 @@ RESULT = Path(__file__).parent / "results" / "slow_networks.md"
 RATES = (1, 10, 25, 100)  # Gb/s
 CLUSTER = """
 [[nodes]]
-count = 2
+count = {nodes}
 device = "a100-80gb-sxm"
 devices = 8
 
@@ -55,12 +58,19 @@ MODELS: Mapping[str, tuple[str, dict[str, object], int]] = {
     "GPT-2 124M": ("gpt2.py", {"size": "124m"}, 128),
     "ResNet-50": ("resnet.py", {"size": "50"}, 1024),
 }
-# the columns of the first table: choices of plans with 16 data ranks
+FASTEST = "fastest in every step"  # of all kinds of plans; the other columns have 16 data ranks
 CHOICES: Mapping[str, dict[str, Any]] = {
+    FASTEST: {},
     "every step": {},
     "16 local steps": {"sync_every": 16},
     "64 local steps": {"sync_every": 64},
     "256 local steps": {"sync_every": 256},
+}
+GPUS, ROWS, CURVE_RATE = (1, 2, 4, 8, 16, 32, 64), 256, 10  # of the curve: rows, Gb/s
+# its columns: what the search may choose
+ALLOWED: Mapping[str, dict[str, Any]] = {
+    "nothing": {},
+    **{one.value: {"allow": one.value} for one in Allowed},
 }
 ZOO: Mapping[str, tuple[str, dict[str, object]]] = {
     "gpt2": ("gpt2.py", {"dropout": 0.0}),
@@ -107,22 +117,58 @@ def predicted() -> Iterator[Line]:
         for name, (file, arguments, rows) in MODELS.items():
             for rate in RATES:
                 cluster = Path(folder) / f"{rate}.toml"
-                cluster.write_text(CLUSTER.format(rate=rate), encoding="utf-8")
-                steps = [
-                    plan(
+                cluster.write_text(CLUSTER.format(rate=rate, nodes=2), encoding="utf-8")
+                plans = {
+                    column: plan(
                         ROOT / "models_zoo" / file,
                         arguments=arguments,
                         cluster=cluster,
                         global_batch=rows,
-                        pins={"dp": 16},
+                        pins={} if column == FASTEST else {"dp": 16},
                         compile="none",
                         tolerance=0,
                         **choice,
-                    ).content.prediction.step_seconds
-                    for choice in CHOICES.values()
-                ]
-                cells = tuple(f"{one * 1e3:,.0f} ms" for one in steps)
+                    )
+                    for column, choice in CHOICES.items()
+                }
+                degrees = f" ({degrees_words(plans[FASTEST].arrangement)})"
+                cells = tuple(
+                    f"{one.step_seconds * 1e3:,.0f} ms{degrees * (column == FASTEST)}"
+                    for column, one in plans.items()
+                )
                 yield Line(name=f"{name}, {rate} Gb/s", cells=cells)
+
+
+def curve() -> Iterator[Line]:
+    """Yield a row for each number of devices; the knee of each column is bold."""
+    file, arguments, _ = MODELS["BERT-large"]
+    with TemporaryDirectory() as folder:
+        cluster = Path(folder) / "cluster.toml"
+        text = CLUSTER.format(rate=CURVE_RATE, nodes=GPUS[-1] // 8)
+        cluster.write_text(text, encoding="utf-8")
+        columns = []
+        for allowed in ALLOWED.values():
+            made = plan(
+                ROOT / "models_zoo" / file,
+                arguments=arguments,
+                cluster=cluster,
+                gpus=GPUS,
+                global_batch=ROWS,
+                compile="none",
+                **allowed,
+            )
+            assert made.curve is not None
+            columns.append(made.curve)
+    for number, devices in enumerate(GPUS):
+        cells = []
+        for column in columns:
+            point = column.points[number]
+            own = point.plan.arrangement
+            sent = own.compression.words or local_words(own)
+            words = ", ".join(filter(None, (degrees_words(own), sent)))
+            cell = f"{point.step_seconds * 1e3:,.0f} ms ({words})"
+            cells.append(f"**{cell}**" if point is column.knee else cell)
+        yield Line(name=str(devices), cells=tuple(cells))
 
 
 def learnt(choices: Mapping[str, dict[str, Any]], steps: int) -> Iterator[Line]:
@@ -186,12 +232,13 @@ def main() -> None:
     """Write all tables, or one."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--table", choices=("predicted", "learnt", "streamed"))
+    parser.add_argument("--table", choices=("predicted", "curve", "learnt", "streamed"))
     parser.add_argument("-o", "--output", type=Path, default=RESULT)
     options = parser.parse_args()
     after = f"loss after {options.steps} steps"
     tables = {
         "predicted": ("model and network", CHOICES, predicted),
+        "curve": ("devices", ALLOWED, curve),
         "learnt": (after, LEARNT, lambda: learnt(LEARNT, options.steps)),
         "streamed": (after, STREAMED, lambda: learnt(STREAMED, options.steps)),
     }

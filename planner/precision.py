@@ -129,6 +129,11 @@ class Compression(StrEnum):
         one.is_low_rank, one.words, one.sums = others
         return one
 
+    @property
+    def rounds_sums(self) -> bool:
+        """Whether ranks round what they add up, in an order that no other process can repeat."""
+        return self.share < 1 and not self.keeps_lost
+
 
 _RANK = 4  # of PowerSGD
 

@@ -9,7 +9,8 @@ What a table does not state is assumed as is usual for the techniques of the run
                   trainers, ZeRO-2 or ZeRO-3
     casts         gradients are cast, clipped and copied by kernels of their own with ZeRO-2,
                   ZeRO-3, PyTorch's own trainers and DeepSpeed's bf16 optimizer
-    float8        one scale for each tensor, torchao's default, unless the text says rowwise
+    float8        one scale for each tensor, torchao's default, unless the text says rowwise;
+                  weights are gathered in 16 bits, unless it says float8 all-gather
     loss          in fp32, unless the text says that it is one kernel
     overlap       FSDP and distributed optimizers reduce bucket by bucket during the backward; plain
                   data parallel training and ZeRO-1 reduce after it
@@ -115,6 +116,8 @@ def settings_of(row: Row) -> Settings:
     is_deepspeed = bool(_DEEPSPEED.search(row.notes))
     is_plain = bool(_PYTORCH.search(row.source))
     has_both = row.dtype == "bf16" and is_deepspeed
+    float8 = float8_of(row) or Float8.NONE
+    gathers = "float8 all-gather" in row.notes
     arrangement = Arrangement(
         pipeline=pipeline,
         data=data,
@@ -128,6 +131,7 @@ def settings_of(row: Row) -> Settings:
         bucket_bytes=USUAL_BUCKET if _overlaps(row) else WHOLE_BUCKET,
         compression=Compression.HALF if _PURE.search(row.notes) else Compression.NONE,
         precision=Precision.BF16,
+        float8=float8 if gathers else Float8.NONE,
     )
     return Settings(
         arrangement=arrangement,
@@ -137,7 +141,7 @@ def settings_of(row: Row) -> Settings:
             is_loss_fused=bool(_FUSED_LOSS.search(row.notes)),
             fuses_gradients=zero < Zero.GRADIENTS and not has_both and not is_plain,
             compiles=row.torch_compile is True and is_plain,
-            float8=float8_of(row) or Float8.NONE,
+            float8=float8,
         ),
         dropout=0.0 if is_flash else 0.1,
         has_narrow_gradients=row.dtype == "fp16",

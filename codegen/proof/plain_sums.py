@@ -75,6 +75,18 @@ def sent_sums(plan: Plan) -> SentSums | None:
     )
 
 
+def rounding_note(plan: Plan) -> str:
+    """Return a note on sums of rounded gradients: each rank rounds once, and so does each sum."""
+    arranged = plan.arrangement
+    dtype = arranged.precision.torch_name if arranged.precision.is_half else "bfloat16"
+    share = arranged.averaging_ranks * torch.finfo(getattr(torch, dtype)).eps / 2
+    return (
+        f"in float64, gradients are summed as they are, not {arranged.compression.sums}: ranks "
+        "round each sum in an order that one process does not know. A sum of rounded gradients is "
+        f"off by at most {share:.1%} of the sum of their sizes"
+    )
+
+
 def _shards(plan: Plan, axes: GraphAxes) -> Iterator[tuple[str, tuple[Chunks, ...]]]:
     """Yield the parameters that are compressed: not those that other axes add up, too."""
     layouts = {one.name: one.layout for one in plan.parameters}

@@ -21,7 +21,7 @@ from autopar.codegen.proof.draws import AxisSizes
 from autopar.codegen.proof.exactness import failure_of
 from autopar.codegen.proof.plain import Task, TrainedAlone, task_of, train_alone
 from autopar.codegen.proof.plain_half import PlainHalf, train_in_half
-from autopar.codegen.proof.plain_sums import RowsMeetError
+from autopar.codegen.proof.plain_sums import RowsMeetError, rounding_note
 from autopar.codegen.proof.pretended_device import device_draw_faults
 from autopar.codegen.proof.replicas import STEPS_COMPARED
 from autopar.codegen.proof.script_rank import Job
@@ -253,6 +253,8 @@ def _local_notes(plan: Plan) -> Iterator[str]:
 
 def _trained_alone(task: Task, plan: Plan) -> tuple[TrainedAlone, tuple[str, ...]]:
     """Train in one process; return a note if it cannot compress gradients as the plan does."""
+    if plan.arrangement.compression.rounds_sums:
+        return train_alone(task), (rounding_note(plan),)
     try:
         return train_alone(task), ()
     except RowsMeetError:

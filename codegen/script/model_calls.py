@@ -262,7 +262,7 @@ def why_weighed(plan: Plan, opened: OpenedSource) -> Source:
 def _fewer_rows(plan: Plan, subject: PlannedSubject) -> Iterator[str]:
     """Yield arguments of `read_batches` for a model that does not take every number of rows."""
     is_whole = plan.arrangement.data * plan.arrangement.microbatches == 1
-    least = least_rows(plan.graph, data=plan.arrangement.data)
+    least = least_rows(plan.graph, data=plan.arrangement.averaging_ranks)
     if _is_of_planned_rows(plan, subject) or not (is_whole or parts_have_weights(plan.graph)):
         yield "fewest=MICROBATCH"
     elif least > 1:

@@ -281,6 +281,8 @@ class LayerCost:
     optimizer_bytes: int
     replicated_gradient_bytes: int  # of R parameters: all-reduced over the tensor axis once a step
     measured_seconds: float  # the measured part of forward and backward; the rest is by formula
+    # of gradients that tensor ranks or stages add up, too: compression sends them whole
+    whole_gradient_bytes: int = 0
     thin_gradient_bytes: int = 0  # of the other gradients, as PowerSGD sends them
     float8_elements: int = 0  # of weights that can be gathered in float8 instead of 16 bits
     trainable_tensors: int = 0  # tensors that contain the trainable elements

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,8 +25,11 @@ from autopar.codegen.proof.comparison import RankTrained, compared
 from autopar.codegen.proof.plain import task_of
 from autopar.codegen.proof.script_rank import NAME, StepRecorder, run_script
 from autopar.codegen.proof.verification import axes_of
+from autopar.planner.axes.infer import infer_axes
 from autopar.planner.costs.prediction import Compile
 from autopar.planner.errors import AutoparError
+from autopar.planner.graph.graph import Graph
+from autopar.planner.layers import Layer, compiled_ops, find_layers
 from autopar.planner.plan.plan import Plan
 from tests.codegen.normed_apart import parts_normed, train_normed_apart
 from tests.field.cells import Kind, Subject
@@ -118,6 +122,22 @@ class CompiledCell:
     verdict: str  # equal, refused, wrong
     detail: str
     ranks: tuple[Compilations, ...] = ()
+    eager: tuple[str, ...] = ()  # layers that are not compiled, and why
+
+
+def eager_layers(graph: Graph) -> tuple[str, ...]:
+    """Return the classes of layers that torch.compile does not get, each with the reason."""
+    layers = find_layers(graph, infer_axes(graph)).layers
+    counts = Counter(_why_eager(one, graph) for one in layers if not compiled_ops(one, graph))
+    return tuple(f"{count} × {text}" for text, count in counts.items())
+
+
+def _why_eager(layer: Layer, graph: Graph) -> str:
+    call = graph.calls.get(layer.call)
+    if call is None or not call.path:
+        return "ops outside of modules"
+    is_broken = call.path in graph.broken
+    return f"{call.class_name}: {'a line breaks graphs' if is_broken else 'one op, none to fuse'}"
 
 
 def compiled_cell(subject: Subject, kind: Kind, backend: str) -> CompiledCell:
@@ -146,5 +166,8 @@ def compiled_cell(subject: Subject, kind: Kind, backend: str) -> CompiledCell:
     is_equal = worst.is_within(TOLERANCE)
     name = "" if is_equal else f" {largest.name}"
     return CompiledCell(
-        verdict="equal" if is_equal else "wrong", detail=f"{largest.largest:.1e}{name}", ranks=ranks
+        verdict="equal" if is_equal else "wrong",
+        detail=f"{largest.largest:.1e}{name}",
+        ranks=ranks,
+        eager=eager_layers(plan.graph),
     )

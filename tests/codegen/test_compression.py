@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from autopar.codegen.emit import write_script
 from autopar.codegen.proof.dryrun.running import dry_run
+from autopar.codegen.proof.verification import read_script_of, verify
 from autopar.planner.costs.prediction import Zero
 from autopar.planner.plan.plan import Plan
 from autopar.planner.precision import Compression
@@ -84,6 +86,20 @@ def test_scripts_send_as_many_bytes_as_are_priced(
         sent = sum(one["bytes"] * one["count"] for one in found if one["kind"] == kind)
         padding = 2 * 4 * 260  # each of two buckets ends with less than a block for each rank
         assert priced.payload_bytes <= sent < priced.payload_bytes + padding
+
+
+@pytest.mark.usefixtures("forked_python")
+@pytest.mark.slow
+def test_16_bit_sums_are_compared_as_they_are_and_their_bound_is_told(tmp_path: Path) -> None:
+    made = plan("dp", Compression.HALF)
+    script = write_script(made, tmp_path)
+    found = verify(made, tmp_path, read_script_of(made, script, tmp_path), steps=2)
+    assert found.is_within(NEAR), found
+    (note,) = found.notes
+    assert "at most 0.8% of the sum of their sizes" in note  # two ranks round to 8 digits: 2 ÷ 2⁸
+    rounded = compare(made, steps=2)
+    assert not rounded.is_within(NEAR)
+    assert rounded.gradient.largest < 2 / 2**8
 
 
 EVERY = [(kind, one) for kind in KINDS for one in LOSSY]

@@ -28,6 +28,7 @@ class Protocol:
     hop_seconds: float  # added per hop
     fraction: float  # fraction of the link's rate for long transfers
     crosses_networks: bool
+    scatters_whole: bool = False  # a reduce-scatter sends as much as an all-reduce
 
     @property
     def hands_on_chunks(self) -> bool:
@@ -102,6 +103,7 @@ def _protocols(tables: dict[str, dict[str, object]]) -> tuple[Protocol, ...]:
             hop_seconds=figure(table, "hop", parse_seconds, where=name, default=0.0),
             fraction=number(table, "fraction", where=name),
             crosses_networks=flag(table, "crosses_networks", where=name),
+            scatters_whole=flag(table, "scatters_whole", where=name),
         )
         for name, table in tables.items()
     )

@@ -245,6 +245,8 @@ def _ring(
     )
     rate = protocol.fraction * min(crossing.bytes_per_second for crossing in shape.crossings)
     is_double = all(crossing.topology is Topology.DOUBLE_RING for crossing in shape.crossings)
+    if collective is Collective.REDUCE_SCATTER and protocol.scatters_whole:
+        collective = Collective.ALL_REDUCE
     formulas = {
         (Collective.ALL_REDUCE, False): collectives.ring_all_reduce_seconds,
         (Collective.ALL_REDUCE, True): collectives.double_ring_all_reduce_seconds,

@@ -28,10 +28,12 @@ class SharedWeights:
 
     `counted` are counted in an earlier layer that uses them. `waiting` are used by a later layer,
     and by this layer or an earlier one: the later layer's gradient waits in autograd for theirs.
+    `tied` are shared with a layer of another rank: the first and the last stage add up gradients.
     """
 
     counted: frozenset[str] = frozenset()
     waiting: frozenset[str] = frozenset()
+    tied: frozenset[str] = frozenset()
 
 
 UNSHARED = SharedWeights()
@@ -48,6 +50,7 @@ class LayerParameters:
     gradient_bytes: int
     optimizer_bytes: int
     replicated_gradient_bytes: int
+    whole_gradient_bytes: int
     thin_gradient_bytes: int
     float8_elements: int
     waiting_gradient_bytes: int
@@ -65,6 +68,7 @@ def layer_parameters(
     learned = [name for name in names if pricer.parameters[name].trainable]
     trainable = sum(elements[name] for name in learned)
     replicated = [name for name in learned if layouts[name].kind is LayoutKind.REPLICATED]
+    summed = {*replicated, *shared.tied.intersection(learned)}
     return LayerParameters(
         parameters=sum(elements.values()),
         trainable=trainable,
@@ -79,10 +83,11 @@ def layer_parameters(
             for known in (pricer.parameters[name],)
         ),
         replicated_gradient_bytes=GRADIENT_BYTES * sum(elements[name] for name in replicated),
+        whole_gradient_bytes=GRADIENT_BYTES * sum(elements[name] for name in summed),
         thin_gradient_bytes=sum(
             thin_bytes(_rows(pricer.parameters[name], layouts[name], flow.degree), elements[name])
             for name in learned
-            if name not in replicated
+            if name not in summed
         ),
         float8_elements=sum(elements[name] for name in _in_float8(flow) if name in elements),
         waiting_gradient_bytes=_waiting_bytes(flow, parameters, shared.waiting, frozenset(used)),

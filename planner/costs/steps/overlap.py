@@ -32,7 +32,7 @@ class LayerLoad:
     backward_seconds: float
     parameter_bytes: float
     gradient_bytes: float
-    summed_gradient_bytes: float = 0.0  # of these, what tensor ranks add up: never compressed
+    whole_gradient_bytes: float = 0.0  # of these, what compression sends whole
     thin_gradient_bytes: float = 0.0  # of the others, as PowerSGD sends them
     float8_elements: int = 0  # of weights that can be gathered in float8
 

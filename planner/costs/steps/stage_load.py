@@ -66,6 +66,7 @@ class StageLoad:
     gradient_bytes: int
     optimizer_bytes: int
     replicated_gradient_bytes: int
+    whole_gradient_bytes: int
     thin_gradient_bytes: int
     float8_elements: int
     deferred_bytes: int
@@ -158,7 +159,7 @@ def _load(cost: LayerCost) -> LayerLoad:
         parameter_bytes=cost.parameter_bytes,
         float8_elements=cost.float8_elements,
         gradient_bytes=cost.gradient_bytes,
-        summed_gradient_bytes=cost.replicated_gradient_bytes,
+        whole_gradient_bytes=cost.whole_gradient_bytes,
         thin_gradient_bytes=cost.thin_gradient_bytes,
     )
 
@@ -344,15 +345,15 @@ def outer_seconds(
 
 
 def sent_bytes(
-    gradient_bytes: float, summed_bytes: float, thin_bytes: float, compression: Compression
+    gradient_bytes: float, whole_bytes: float, thin_bytes: float, compression: Compression
 ) -> float:
     """Return the bytes of gradients as they are sent, from those of fp32.
 
-    By PowerSGD, `thin_bytes` are sent of all but `summed_bytes`. Gradients that tensor ranks add up
-    (`summed_bytes`) are sent whole if losses are kept: the loss of a partial sum would differ
-    between tensor ranks.
+    By PowerSGD, `thin_bytes` are sent of all but `whole_bytes`. Gradients that tensor ranks or
+    stages add up (`whole_bytes`) are sent whole if losses are kept: the loss of a partial sum would
+    differ between these ranks.
     """
     if compression.is_low_rank:
-        return summed_bytes + thin_bytes
-    whole = summed_bytes if compression.keeps_lost else 0.0
+        return whole_bytes + thin_bytes
+    whole = whole_bytes if compression.keeps_lost else 0.0
     return whole + (gradient_bytes - whole) * compression.share

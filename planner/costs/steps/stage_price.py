@@ -139,11 +139,11 @@ def _loads(layers: Sequence[RepeatedLayers], groups: DataGroups) -> tuple[LayerL
 
 
 def _as_sent(load: LayerLoad, groups: DataGroups) -> LayerLoad:
-    own, summed, thin = load.gradient_bytes, load.summed_gradient_bytes, load.thin_gradient_bytes
+    own, whole, thin = load.gradient_bytes, load.whole_gradient_bytes, load.thin_gradient_bytes
     return replace(
         load,
         parameter_bytes=gathered_bytes(load, in_float8=groups.gathers_float8),
-        gradient_bytes=sent_bytes(own, summed, thin, groups.compression),
+        gradient_bytes=sent_bytes(own, whole, thin, groups.compression),
     )
 
 
@@ -371,6 +371,6 @@ def data_groups(
 
 def compressing_seconds(load: StageLoad, arrangement: Arrangement, rates: Throughput) -> float:
     """Return the seconds of the kernels that compress a stage's gradients, once in a step."""
-    elements = (load.gradient_bytes - load.replicated_gradient_bytes) / GRADIENT_BYTES
+    elements = (load.gradient_bytes - load.whole_gradient_bytes) / GRADIENT_BYTES
     moved = elements * arrangement.compression.moved_bytes * (arrangement.data > 1)
     return moved / rates.stream_bytes_per_second

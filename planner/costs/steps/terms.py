@@ -299,8 +299,8 @@ def _reduction(arrangement: Arrangement) -> str:
 def _sent_bytes(load: StageLoad, arrangement: Arrangement) -> int:
     """Return the payload of the sum of a stage's gradients, as it is sent."""
     compression, shard = arrangement.compression, arrangement.optimizer_ranks
-    summed, thin = load.replicated_gradient_bytes, load.thin_gradient_bytes
-    sent = sent_bytes(load.gradient_bytes, summed, thin, compression)
+    whole, thin = load.whole_gradient_bytes, load.thin_gradient_bytes
+    sent = sent_bytes(load.gradient_bytes, whole, thin, compression)
     if compression.keeps_lost and not compression.is_low_rank and 1 < shard < arrangement.data:
         return round(load.gradient_bytes + sent / shard)
     return round(sent)

@@ -133,7 +133,7 @@ def rows_at_once(constraints: Constraints) -> int | None:
 
 
 def least_rows(graph: Graph, *, data: int) -> int:
-    """Return the fewest rows that a microbatch may have on each of `data` data ranks."""
+    """Return the fewest rows that a microbatch may have, if `data` ranks share statistics."""
     is_lone = _squeezing_rows(graph) is not None or (data == 1 and _norm_of_rows(graph) is not None)
     return 2 if is_lone else 1
 
@@ -150,12 +150,15 @@ def check_lone_rows(constraints: Constraints, graph: Graph) -> None:
             expected=expected,
             fix="name the dim to squeeze (x.squeeze(-1)), or take a larger global batch",
         )
-    is_lone = (least == 1 and constraints.data == 1) or constraints.global_batch == 1
-    if norm is not None and is_lone:
+    is_replica = constraints.shard == 1 and 1 not in local_steps(constraints)  # of one rank
+    is_one_row = least == 1 or constraints.global_batch == data
+    is_lone = (constraints.data == 1 or is_replica) and is_one_row
+    if norm is not None and (is_lone or constraints.global_batch == 1):
         raise InfeasibleError(
             f"a microbatch would have one row, and {norm.name} norms one number for each row",
             where=norm.location,
-            expected=f"{expected}, or data ranks, which share the statistics of theirs",
+            expected=f"{expected}, or {'replicas of several ' * is_replica}data ranks, which share "
+            "the statistics of theirs",
             fix="take a larger microbatch, or leave it out",
         )
 

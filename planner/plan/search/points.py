@@ -316,7 +316,9 @@ class Points:
         """Yield the variants of a point that the constraints allow."""
         for variant in variants(point, self.choices):
             one = replace(variant, bucket_bytes=self.bucket_bytes)
-            if allows(self.constraints, one):
+            rows = min(one.rows or (one.microbatch,))
+            has_rows = rows >= self._least_rows[one.averaging_ranks > 1]
+            if has_rows and allows(self.constraints, one):
                 yield one
 
     def enumerated(self) -> int:

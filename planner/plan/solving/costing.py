@@ -111,6 +111,7 @@ class PriceBook:
                 layers=self.subject.layers,
                 compiles=compile_ is Compile.LAYERS,
                 float8=self.float8,
+                fusings=self.prices.fusings,
             )
         return pricers[key]
 
@@ -241,7 +242,7 @@ class PriceBook:
         known: dict[object, Modes] = {}
         rows: list[Modes] = []
         for position, layer in enumerate(self.subject.layers.layers):
-            shared = self._shared[position] if inside.is_one_stage else UNSHARED
+            shared = self._shared[position] if inside.is_one_stage else self._tied
             circumstances = links[position], self._circumstances(position, layer, shared)
             if circumstances not in known:
                 costs = layer_costs(
@@ -300,13 +301,19 @@ class PriceBook:
         """Return the bytes of the gradients of weights that the first and last layer share."""
         solution = self.solution(inside)
         parameters = {one.name: one.layout for one in solution.parameters}
-        layers = self.subject.layers.layers
-        if len(layers) == 1:
-            return 0
         pricer = self._pricer(inside)
-        tied = parameters_of(layers[0], parameters) & parameters_of(layers[-1], parameters)
-        elements = (pricer.elements(name, parameters[name], inside.tensor) for name in tied)
+        elements = (
+            pricer.elements(name, parameters[name], inside.tensor)
+            for name in self._tied.tied.intersection(parameters)
+        )
         return GRADIENT_BYTES * sum(elements)
+
+    @cached_property
+    def _tied(self) -> SharedWeights:
+        """The weights that the first and the last layer share, if they are on different ranks."""
+        names = {one.name for one in self.subject.graph.parameters}
+        first, *others = (parameters_of(layer, names) for layer in self.subject.layers.layers)
+        return SharedWeights(tied=first & others[-1]) if others else UNSHARED
 
     def _circumstances(self, position: int, layer: Layer, shared: SharedWeights) -> object:
         """Return a key that distinguishes the costs of layers of one class."""

@@ -8,6 +8,7 @@ import pytest
 
 from autopar.planner.costs.prediction import Zero
 from autopar.planner.costs.schedules.table import ScheduleKind
+from autopar.planner.costs.steps.state import gathers_float8
 from autopar.planner.precision import Float8
 from benchmarks.validation.practice import Attention
 from benchmarks.validation.predict_row import layers_per_stage
@@ -99,6 +100,14 @@ def test_float8_has_one_scale_a_tensor_unless_the_text_says_rowwise(
     tmp_path: Path, changes: dict[str, str], float8: Float8
 ) -> None:
     assert settings_of(a_row(tmp_path, **COMPILED, **changes)).practice.float8 is float8
+
+
+@pytest.mark.parametrize("scales", ["tensorwise", "rowwise"])
+def test_weights_are_gathered_in_float8_where_the_text_says_so(tmp_path: Path, scales: str) -> None:
+    for gathered, gathers in (("float8 all-gather", scales == "tensorwise"), ("", False)):
+        notes = f"{scales}, {gathered}"
+        row = a_row(tmp_path, **COMPILED, dtype="fp8", fsdp="FULL_SHARD", notes=notes)
+        assert gathers_float8(settings_of(row).arrangement) is gathers
 
 
 def test_a_global_batch_that_is_not_stated_is_a_microbatch_of_each_data_rank(

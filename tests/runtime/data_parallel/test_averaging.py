@@ -128,9 +128,9 @@ class Sent(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def sent_by(zero: int, shard: int | None, compress: str) -> dict[str, int]:
+def sent_by(zero: int, shard: int | None, compress: str, width: int = 8) -> dict[str, int]:
     mesh = start(pipeline=1, data=4, tensor=1, shard=shard)
-    model = nn.Sequential(nn.Linear(BLOCK, 8, bias=False), nn.Linear(8, BLOCK, bias=False))
+    model = nn.Sequential(nn.Linear(BLOCK, width, bias=False), nn.Linear(width, BLOCK, bias=False))
     wrap(model, mesh, zero=zero, compress=compress)
     with Sent() as sent:
         model(torch.ones(1, BLOCK)).square().sum().backward()
@@ -161,6 +161,17 @@ def test_bytes_on_the_wire_are_a_quarter_and_the_scales(
     assert sent_bytes(8 * ELEMENTS, 0, 0, Compression.INT8) == SMALL  # as it is priced
     (whole,) = {sum(one.values()) for one in run_on_ranks(sent_by, 4, 0, None, NOTHING)}
     assert whole == 8 * ELEMENTS
+
+
+@pytest.mark.parametrize(("zero", "shard", "axes"), [(0, None, 1), (1, 4, 1), (1, 2, 2)])
+def test_powersgd_sends_both_thin_matrices_over_each_axis(
+    zero: int, shard: int | None, axes: int
+) -> None:
+    width = 32
+    thin = 2 * thin_bytes(width, width * BLOCK)
+    assert thin == 2 * 4 * RANK * (width + BLOCK)  # in fp32; as it is priced
+    sent = run_on_ranks(sent_by, 4, zero, shard, POWERSGD, width)[0]
+    assert sent == {"allreduce": axes * thin}
 
 
 class Stored:

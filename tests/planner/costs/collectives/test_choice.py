@@ -154,6 +154,16 @@ def test_gloo_uses_its_own_protocol() -> None:
     assert cheapest(Collective.ALL_REDUCE, MEGABYTE, group).protocol == "tcp"
 
 
+def test_gloo_scatters_by_an_all_reduce() -> None:
+    gloo, nccl = (group_shape(choose_cluster(2, device), 2, 1) for device in ("cpu", "h100-sxm"))
+    for group, times in ((gloo, 1.0), (nccl, 0.5)):
+        whole, part = (
+            cheapest(one, 2**30, group).seconds
+            for one in (Collective.ALL_REDUCE, Collective.REDUCE_SCATTER)
+        )
+        assert part == pytest.approx(times * whole, rel=0.1)
+
+
 def test_a_price_by_hand() -> None:
     # gloo, a ring of two: base 60 µs + 2 · 60 µs + 2·1/2 · 15 MB ÷ 1.5 GB/s = 180 µs + 10 ms,
     # and √(4.9 µs · 10 ms) = 221.4 µs for the chunks

@@ -263,6 +263,18 @@ def test_a_shared_weight_has_a_gradient_that_waits_from_its_last_layer_to_its_fi
         assert cost.waiting_gradient_bytes == expected * 4 * 50257 * H
 
 
+def test_a_weight_that_two_stages_share_is_sent_whole() -> None:
+    prices = pricer()
+    head, tied = prices.layers.layers[-1], frozenset({"wte.weight"})
+    apart, shared = (
+        alone(prices, head, SharedWeights(tied=one))[Recompute.NONE] for one in (frozenset(), tied)
+    )
+    assert (apart.whole_gradient_bytes, shared.whole_gradient_bytes) == (0, 4 * 50257 * H)
+    thin = 4 * 4 * (50257 + H)  # as PowerSGD sends a matrix
+    assert apart.thin_gradient_bytes - shared.thin_gradient_bytes == thin
+    assert apart.replicated_gradient_bytes == shared.replicated_gradient_bytes == 0
+
+
 def test_measured_seconds_are_told_apart() -> None:
     formula = pricer()
     layer = layer_of(formula, "Block")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from autopar.planner.axes.infer import infer_axes
 from autopar.planner.cluster.file import choose_cluster
 from autopar.planner.errors import InfeasibleError
+from autopar.planner.graph.graph import Graph
 from autopar.planner.layers import find_layers
 from autopar.planner.plan.declared.limits import check_lone_rows, least_rows
 from autopar.planner.plan.search.search import Explorer
@@ -81,6 +83,28 @@ def test_a_norm_of_one_number_for_each_row_wants_two_rows_of_all_data_ranks(tmp_
         check_lone_rows(declared(global_batch=8, pins__microbatch=1, pins__dp=1), graph)
     wide = traced(tmp_path, NORMED.format(more=".unsqueeze(-1).expand(-1, 4, 2)"))
     assert least_rows(wide, data=1) == 1
+
+
+def test_a_norm_of_one_number_for_each_row_wants_two_rows_of_a_replica(tmp_path: Path) -> None:
+    graph = traced(tmp_path, NORMED.format(more=""))
+    local = {"choices__sync_every": 8, "global_batch": 4}
+    assert rows_by_replica(graph, **local) == {(1, 2)}
+    assert rows_by_replica(graph, pins__shard=2, **local) == {(2, 1)}
+    with pytest.raises(InfeasibleError, match="one number for each row") as told:
+        check_lone_rows(declared(pins__shard=1, pins__microbatch=1, **local), graph)
+    assert "replicas of several data ranks" in told.value.expected
+    check_lone_rows(declared(pins__shard=2, pins__microbatch=1, **local), graph)
+
+
+def rows_by_replica(graph: Graph, **places: Any) -> set[tuple[int, int]]:
+    """Return the ranks of a replica and the rows of a microbatch of all arrangements."""
+    axes = infer_axes(graph)
+    subject = SearchSubject(graph=graph, axes=axes, layers=find_layers(graph, axes))
+    explorer = Explorer(subject, choose_cluster(4, "cpu"), declared(**places))
+    points = explorer.points
+    return {
+        (one.averaging_ranks, one.microbatch) for point in points for one in points.variants(point)
+    }
 
 
 @pytest.mark.parametrize(("squeeze", "sizes"), [("squeeze()", {2, 4}), ("squeeze(-1)", {1, 2, 4})])
