@@ -18,6 +18,7 @@ from autopar.planner.model.functions import DATA_READS
 from autopar.planner.plan.files import cache
 from autopar.planner.plan.files.cache import PLACE
 from tests.cells import ALL
+from tests.planner.shared_graphs import SHARED
 from tests.runtime.processes import FREEZE, freeze_for_good
 from tests.warm_python import warm_python
 
@@ -58,7 +59,8 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile(ALL if config.getoption("--all-cells") else "half")
     os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start
     os.environ[PLACE] = ""  # each test traces its models itself
-    cache._OURS = (*cache._OURS, "tests")  # or an entry would name hundreds of their files
+    # else each entry would name all files of tests as sources of its model
+    vars(cache).update(_OURS=(*cache._OURS, "tests"))
     torch.set_num_threads(1)
 
 
@@ -93,6 +95,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeSch
     """Take the schedule above whatever `--dist` says, and files in the order of their tests."""
     config.option.loadscopereorder = False
     return OneWorkerForRanks(config, log)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _workers_share_graphs(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Have each zoo model traced by one worker only: a folder of this run has the graphs."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        SHARED.store = cache.Cache(tmp_path_factory.getbasetemp().parent / "graphs")
 
 
 @pytest.fixture(autouse=True)

@@ -69,9 +69,10 @@ def is_marked(tensor: Tensor) -> bool:
 
 
 def has_plain_memory(tensor: Tensor) -> bool:
-    """Whether a tensor is strided in one storage, unlike sparse or quantised ones."""
+    """Whether a tensor is strided in one storage, unlike sparse, quantised or mapped ones."""
     is_plain = tensor.layout is torch.strided and tensor.dtype not in QUANTIZED
-    return is_plain and not has_own_ops(tensor)
+    is_mapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # as in torch.vmap
+    return is_plain and not is_mapped and not has_own_ops(tensor)
 
 
 def has_own_ops(tensor: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Small factories: graphs of zoo models and of Hugging Face families, traced once per process."""
+"""Small factories: graphs of zoo models, traced once per run, and of Hugging Face families."""
 
 from functools import cache
 from pathlib import Path
@@ -9,6 +9,7 @@ from autopar.planner.precision import Precision
 from autopar.planner.trace import trace
 from autopar.planner.trace.build import TracedSubject, build
 from tests.planner.huggingface.families import FAMILIES
+from tests.planner.shared_graphs import SHARED
 
 ZOO = Path(__file__).parents[2] / "models_zoo"
 ZOO_MODELS = (
@@ -24,8 +25,9 @@ def zoo_file(name: str, *arguments: str) -> ModelFile:
 
 @cache
 def zoo_graph(name: str, *arguments: str, precision: Precision = Precision.FP32) -> Graph:
-    """Trace a model of the zoo."""
-    return trace(zoo_file(name, *arguments), precision=precision)
+    """Trace a model of the zoo, or take the graph that another worker of this run has traced."""
+    file = zoo_file(name, *arguments)
+    return SHARED.graph((name, arguments, precision), lambda: trace(file, precision=precision))
 
 
 @cache

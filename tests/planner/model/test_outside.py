@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import sys
+import weakref
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
@@ -231,3 +233,15 @@ def test_objects_of_libraries_and_data_are_not_looked_into(file: Any) -> None:
     assert before.changes_to(outside.snapshot()) == {}
     file.DATA.append(1)
     assert before.changes_to(outside.snapshot()) == {"DATA of state.py": True}
+
+
+def test_classes_that_were_looked_into_are_let_go() -> None:
+    kind = type("Kind", (), {"__module__": "file", "__slots__": ("number", "__weakref__")})
+    file: Any = ModuleType("file")
+    file.__file__, file.held = "file.py", kind()
+    file.held.number = 1
+    assert "number" in str(StateScope(files=(file,)).snapshot().leaves)
+    is_there = weakref.ref(kind)
+    del kind, file
+    gc.collect()
+    assert is_there() is None

@@ -12,6 +12,7 @@ from autopar.runtime.tensor.shards import (
     Chunks,
     Split,
     chunks_by_name,
+    has_plain_memory,
     local_part,
     local_size,
     within,
@@ -141,3 +142,16 @@ def test_the_rows_of_fully_shard_compose_with_the_tensor_axis() -> None:
 def test_the_process_group_is_not_needed_to_cut() -> None:
     assert not dist.is_initialized()
     assert local_part(torch.arange(4), Split(0, ((4, 1),)), Axis(0, 2, None)).tolist() == [0, 1]
+
+
+def test_a_tensor_that_is_mapped_over_rows_has_no_plain_memory() -> None:
+    found = list[bool]()
+
+    def row(one: torch.Tensor) -> torch.Tensor:
+        found.append(has_plain_memory(one))
+        return one
+
+    rows = torch.ones(2, 3)
+    torch.vmap(row)(rows)
+    assert found == [False]
+    assert has_plain_memory(rows)
