@@ -1,5 +1,7 @@
 """Entry point of `autopar` and of `python -m autopar`."""
 
+import atexit
+import gc
 import os
 import signal
 import sys
@@ -8,11 +10,13 @@ from concurrent.futures import thread as pools
 
 _PATIENCE_SECONDS = 2.0
 _INTERRUPTED = 130
+_OBJECTS_BETWEEN_COLLECTIONS = 100_000
 
 
 def main() -> None:
     """Run the command line, and exit even if a thread of the model file never ends."""
     _take_signals()
+    collect_rarely()
     try:
         # imported after signal handlers are set, because it takes seconds
         from autopar.cli import main as run
@@ -31,6 +35,15 @@ def main() -> None:
             sys.stderr.flush()
             os._exit(leaving.code if isinstance(leaving.code, int) else 0)
         raise
+
+
+def collect_rarely() -> None:
+    """Have Python search for unreachable objects rarely, and not when it ends.
+
+    torch makes so many objects that frequent searches are slow, and those at the end take a second.
+    """
+    gc.set_threshold(_OBJECTS_BETWEEN_COLLECTIONS)
+    atexit.register(gc.freeze)
 
 
 def _take_signals() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import errno
-import gc
 import io
 import os
 import sys
@@ -114,8 +113,6 @@ def _help_of(name: str) -> str:
 
 _UNWRITABLE = (errno.ENOSPC, errno.EIO, errno.EDQUOT)
 _IMPASSABLE = (errno.ENAMETOOLONG, errno.ELOOP)  # errors of impossible paths
-# torch creates so many objects that frequent collections would be slow
-_OBJECTS_BETWEEN_COLLECTIONS = 100_000
 
 app = typer.Typer(
     name="autopar",
@@ -165,7 +162,6 @@ def main(command: typer.Typer = app) -> None:
 
     warnings.simplefilter("ignore", DeprecationWarning)  # of torch and PuLP
     warnings.filterwarnings("ignore", module=r"torch\.")  # meant for torch's caller, not the user
-    gc.set_threshold(_OBJECTS_BETWEEN_COLLECTIONS)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # replaces characters that the console cannot show

@@ -32,6 +32,7 @@ from autopar.planner.plan.files.cache import (
     CachedScript,
     Question,
     cache_folder,
+    owners,
 )
 from autopar.planner.plan.files.document import parse_plan, plan_text
 from autopar.planner.plan.plan import Plan, StoredPlan, with_graph
@@ -352,7 +353,8 @@ class _ScriptProcess:
 
             self._tracing = lengths_process(asked, model, cache_of(uses_cache=True))
             return
-        code = f"import sys; sys.path[:] = {sys.path!r}; import {__name__} as p; p.write_script()"
+        code = f"import sys; sys.path[:] = {sys.path!r}; import autopar.__main__, {__name__} as p; "
+        code += "autopar.__main__.collect_rarely(); p.write_script()"
         given = (str(self._place), model, TypeAdapter(Question).dump_json(asked).decode())
         with suppress(OSError):
             self._writing = Popen(
@@ -389,6 +391,7 @@ def write_script() -> None:
         known = question.find(cache_of(uses_cache=True))
         graph = None if known is None else known.graph
         built = BuiltModel.of(load_model_file(model, question.arguments), graph)
+        owners()  # needed to keep the script: found while the search goes on
         if text := given.read():
             plan: StoredPlan = parse_plan(text, where="stdin")
             if known is not None and fits(plan, known):

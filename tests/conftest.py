@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,9 +15,10 @@ from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
 
 from autopar.planner.model.functions import DATA_READS
+from autopar.planner.plan.files import cache
 from autopar.planner.plan.files.cache import PLACE
 from tests.cells import ALL
-from tests.runtime.processes import freeze_for_good
+from tests.runtime.processes import FREEZE, freeze_for_good
 from tests.warm_python import warm_python
 
 # How long an example takes says how busy the machine is, nothing of what is tested.
@@ -56,6 +58,7 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile(ALL if config.getoption("--all-cells") else "half")
     os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start
     os.environ[PLACE] = ""  # each test traces its models itself
+    cache._OURS = (*cache._OURS, "tests")  # or an entry would name hundreds of their files
     torch.set_num_threads(1)
 
 
@@ -134,7 +137,10 @@ def _what_a_file_leaves_is_not_looked_through() -> Iterator[None]:
     """Freeze what the tests of a file have left, such as the graphs that they share.
 
     Trainings in this process collect garbage several times, and would look through all of it.
+    Folders of model files go from sys.path: imports would look through hundreds of them.
     """
+    folders = list(sys.path)
     yield
+    sys.path[:] = folders
     gc.collect()
-    gc.freeze()
+    FREEZE()

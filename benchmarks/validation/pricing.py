@@ -22,7 +22,8 @@ from autopar.planner.costs.prediction import LayerCost, Recompute
 from autopar.planner.costs.steps.framework import HostWork
 from autopar.planner.graph.layouts import WHOLE, Layout, OpLayout
 from autopar.planner.precision import Precision
-from autopar.planner.programs.layouts.choice import Budget, solve_layouts
+from autopar.planner.programs.layouts.building import LayoutInput
+from autopar.planner.programs.layouts.choice import Budget, LayoutProgram
 from autopar.planner.programs.layouts.rules import LayoutPin, LayoutRules, find_slots, own_layouts
 from benchmarks.validation.host_work import with_host
 from benchmarks.validation.models import ModelShape, Traced, traced
@@ -129,16 +130,17 @@ def _divided(
         device=device,
         layers=found.layers,
     )
-    (solution,) = solve_layouts(
-        found.graph,
-        found.axes,
-        found.layers,
-        pricer,
+    asked = LayoutInput(
+        graph=found.graph,
+        axes=found.axes,
+        layers=found.layers,
+        pricer=pricer,
         degree=shape.ranks,
         shape=shape,
         rules=_rules(found, is_sequence_parallel=is_sequence_parallel),
-        budget=Budget(points=1),
+        microbatches=1,
     )
+    solution = LayoutProgram(asked, Budget()).fastest()
     slots = find_slots(found.graph, found.axes, found.layers)
     layouts = tuple(
         own_layouts(solution.layouts, layer, found.axes, slots) for layer in found.layers.layers

@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 from autopar.planner.axes.naming import Hint, Unifier, hints_of, named
 from autopar.planner.graph.graph import Graph
-from autopar.planner.graph.ops import Op, TensorOrigin
+from autopar.planner.graph.ops import Extent, Op, TensorOrigin
 from autopar.planner.rules.signature import (
     Case,
     Concat,
@@ -59,6 +59,22 @@ class GraphAxes:
     def text(self, dim: Dim) -> str:
         """Return a dim with the names of its axes, for people."""
         return text_of(substituted(dim, lambda leaf: Leaf(self.names[leaf.name], leaf.size)))
+
+    def batch_form(self, *, degree: int, batch: int) -> tuple[tuple[bool, bool], ...]:
+        """Return a key: batches with equal keys have the same strategies and conversions.
+
+        They depend on whether an axis has a position for every rank, and whether it has only one.
+        """
+        sizes = [size.at(batch) for size in self._sizes_of_rows]
+        return tuple((size >= degree, size == 1) for size in sizes)
+
+    @cached_property
+    def _sizes_of_rows(self) -> tuple[Extent, ...]:
+        """The distinct sizes that depend on the batch, of axes of tensors and of ops' letters."""
+        letters = (dim for op in self.ops.values() for dim in op.letters.values())
+        dims = (*(dim for own in self.dims.values() for dim in own), *letters)
+        sizes = (leaf.size for dim in dims for leaf in leaves(dim))
+        return tuple(dict.fromkeys(size for size in sizes if not size.is_constant))
 
     @cached_property
     def of_rows(self) -> frozenset[str]:

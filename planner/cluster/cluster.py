@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 from typing import TypeVar
@@ -268,9 +268,13 @@ def cluster_from(
     racks: Racks | None = None,
     origin: ClusterOrigin,
 ) -> Cluster:
-    """Return the cluster of these nodes; raises if no network joins them."""
+    """Return the cluster of these nodes; raises if no network joins them.
+
+    The devices decide which library runs collectives, over the network, too.
+    """
     if not nodes:
         raise InputError("the cluster has no nodes", fix="add a section [[nodes]]")
+    network = network and replace(network, backend=nodes[0].link.backend)
     size = sum(node.devices for node in nodes)
     if size > MOST_DEVICES:
         raise InputError(

@@ -22,7 +22,7 @@ _NEAR = 0.01  # a smaller relative difference from the data sheet is ignored
 # the data sheet's link.
 _NVLINK = {"volta": 25e9, "ampere": 25e9, "hopper": 25e9, "blackwell": 50e9}
 _MEASURED, _NVLINKS = "measured", "nvlinks"  # names of links in the file
-_CPU_NETWORK = "ethernet-10"  # a network whose backend is gloo
+_CPU_NETWORK = "ethernet-10"  # usual between machines without GPUs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -280,9 +280,9 @@ def _values_of(owner: Any) -> Mapping[Any, Any]:
     return {**own, **getattr(owner, "__dict__", {})}
 
 
-@cache
-def _slots(kind: type) -> tuple[str, ...]:
-    return tuple(name for one in kind.__mro__ for name in getattr(one, "__slots__", ()))
+def _slots(kind: type) -> list[str]:
+    # not in a cache, which would keep a model's classes alive, and all that these refer to
+    return [name for one in kind.__mro__ for name in vars(one).get("__slots__", ())]
 
 
 def _progress(iterator: Iterator[Any]) -> Any:

@@ -33,7 +33,7 @@ from autopar.planner.plan.fleet import (
 from autopar.planner.plan.plan import BatchFacts, Plan, PlannedCount, with_graph
 from autopar.planner.plan.search.demands import check_float8, check_memory
 from autopar.planner.plan.search.space import allow_degrees, check_degrees
-from autopar.planner.plan.solving.prices import LayoutKey, Prices, StoredPrices
+from autopar.planner.plan.solving.prices import LayoutKey, LeastKey, Prices
 from autopar.planner.plan.traced import TracedModel
 
 
@@ -121,7 +121,7 @@ def plan_training(
     found = _planned_before(known, training, demands) if known is not None else None
     if found is None:
         on_search()
-        prices = Prices(recall=lambda key: cache.find(StoredPrices, _prices_key(training, key)))
+        prices = Prices(recall=lambda kind, key: cache.find(kind, _prices_key(training, key)))
         found = _searched(training, demands, report, prices)
         if _is_final(found, demands):
             cache.keep(_cached(found), question)
@@ -151,8 +151,8 @@ def _searched(
     return Planned(training=training, curve=curve, choice=choice, fewer=fewer)
 
 
-def _prices_key(training: Training, key: LayoutKey) -> tuple[object, ...]:
-    """Return the key in the cache: everything that the layouts and prices of `key` depend on."""
+def _prices_key(training: Training, key: LayoutKey | LeastKey) -> tuple[object, ...]:
+    """Return the key in the cache: everything that what is known of `key` depends on."""
     asked = training.constraints
     return (*_priced(training), asked.precision, asked.float8, asked.compile, key)
 

@@ -328,12 +328,15 @@ def replicas_apart(mesh: Mesh) -> Axis:
     """Return the replica axis with process groups of its own, whose messages wait for no others."""
     if mesh.replica.size == 1:
         return mesh.replica
-    sizes = (mesh.pipeline.size, mesh.replica.size, mesh.shard.size, mesh.tensor.size)
-    ranks = torch.arange(mesh.world_size).view(sizes).movedim(1, -1)
-    groups = ranks.reshape(-1, mesh.replica.size).tolist()
-    return replace(
-        mesh.replica, group=_group_of_this_rank(groups, mesh.message_timeout, "mesh_replica")
-    )
+    copies, width = mesh.replica.size, mesh.shard.size * mesh.tensor.size  # of a replica's stage
+    firsts = [
+        stage * copies * width + rank
+        for stage in range(mesh.pipeline.size)
+        for rank in range(width)
+    ]
+    groups = [[first + width * replica for replica in range(copies)] for first in firsts]
+    group = _group_of_this_rank(groups, mesh.message_timeout, "mesh_replica")
+    return replace(mesh.replica, group=group)
 
 
 def agreed(

@@ -13,6 +13,8 @@ import pytest
 
 from autopar.codegen import subject
 from autopar.planner.costs.ops.pricer import OpPricer
+from autopar.planner.layers import Layers
+from autopar.planner.plan.bounds import bounding, least
 from autopar.planner.plan.files.cache import PLACE, cached_sizes
 from autopar.planner.plan.files.document import read_plan
 from autopar.planner.programs.layouts.choice import LayoutProgram
@@ -86,7 +88,7 @@ def test_a_plan_from_the_cache_is_the_same_and_tells_the_same(
     assert cold.err == warm.err == none.err
     assert len(Path("read").read_text()) == 2 * len(read), "rows are read by --no-cache alone"
     assert Path("cold", "plan.json").read_text() == Path("warm", "plan.json").read_text()
-    assert set(kept(store)) == {"model", "prices", "script", "search"}
+    assert set(kept(store)) == {"least", "model", "prices", "script", "search"}
 
 
 def test_the_same_question_is_neither_searched_nor_printed_again(
@@ -110,10 +112,17 @@ def test_the_same_question_is_neither_searched_nor_printed_again(
         autopar(*PLAN, "-o", "out")
 
 
-def test_layouts_of_an_earlier_search_are_not_solved_again(
+def test_what_an_earlier_search_found_is_not_found_again(
     autopar: Autopar, store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     solved = list[tuple[str, int, int, bool]]()  # what, tensor ranks, rows, whether compiled
+    timed = list[tuple[int, int, bool]]()  # tensor ranks, rows, whether compiled
+
+    def watched_times(pricer: OpPricer, layers: Layers, *, tensor: int, **rest: Any) -> object:
+        timed.append((tensor, pricer.batch, pricer.compiles))
+        return least.least_classes(pricer, layers, tensor=tensor, **rest)
+
+    monkeypatch.setattr(bounding, "least_classes", watched_times)
     for name in ("fastest", "front"):
         solve = getattr(LayoutProgram, name)
 
@@ -128,13 +137,15 @@ def test_layouts_of_an_earlier_search_are_not_solved_again(
     pins = ("tp=2", "dp=2", "pp=2", "microbatch=1")
     for pin in pins:
         assert autopar(*PLAN, "--pin", pin, "-o", f"{pin} warm").code == 0
-    with_cache = len(solved)
+    with_cache, with_times = len(solved), len(timed)
     assert len(set(solved)) == with_cache
+    assert len(set(timed)) == with_times
     assert kept(store).count("prices") == len({one[1:] for one in solved})
     for pin in pins:
         assert autopar(*PLAN, "--pin", pin, "-o", f"{pin} fresh", "--no-cache").code == 0
         assert contents(f"{pin} warm") == contents(f"{pin} fresh")
     assert len(solved) > 2 * with_cache
+    assert len(timed) > with_times + 1
 
 
 def test_a_search_that_a_time_limit_ended_is_not_kept(autopar: Autopar, store: Path) -> None:
@@ -278,6 +289,14 @@ def test_what_the_other_process_cannot_write_is_written_or_refused_by_this_one(
     assert "note: planned again without the cache: the model file builds another" in ran.stderr
     assert ran.stdout.endswith("True\n")
     assert kept(store).count("script") == 1
+
+
+def test_a_process_does_not_search_its_objects_when_it_ends() -> None:
+    code = (
+        "import atexit, gc; atexit.register(lambda: print(gc.get_freeze_count() > 0)); "
+        "from autopar.__main__ import collect_rarely; collect_rarely()"
+    )
+    assert in_a_new_process("-c", code).stdout == "True\n"
 
 
 @pytest.mark.parametrize("words", ["--help", "--version", "doctor --version", "doctor --help"])

@@ -54,17 +54,19 @@ PRELOADED = (
 )
 
 
-UNFREEZE, FREEZE_COUNT = gc.unfreeze, gc.get_freeze_count  # before freeze_for_good
+# before freeze_for_good
+FREEZE, UNFREEZE, FREEZE_COUNT = gc.freeze, gc.unfreeze, gc.get_freeze_count
 
 
 def freeze_for_good() -> None:
     """Keep the collector of garbage from ever looking through the objects that exist now.
 
     There are hundreds of thousands of them, of torch and transformers. The product freezes objects
-    for a while where it records a model or trains: here it neither counts nor unfreezes them.
+    for a while where it records a model or trains. Here it freezes none: garbage would be among
+    them and would stay, with thousands of classes of models, through which torch looks per trace.
     """
-    gc.freeze()
-    vars(gc).update(unfreeze=lambda: None, get_freeze_count=lambda: 1)
+    FREEZE()
+    vars(gc).update(freeze=lambda: None, unfreeze=lambda: None, get_freeze_count=lambda: 1)
 
 
 class RankError(AssertionError):

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import networkx as nx
 
@@ -90,31 +90,44 @@ def _seconds(case: OpCase, names: Sequence[str], *, starts: bool) -> float:
     return seconds if starts else max(0.0, seconds - case.memory.launch_seconds)
 
 
-def find_fusion(
-    graph: Graph,
-    layers: Iterable[Sequence[Op]],
-    *,
-    root: Callable[[str], str],
-    kept: Callable[[Op], Sequence[str]],
-    size: Callable[[str], int],
-) -> Fusion:
-    """Return how the ops of layers are fused.
+class Fusing:
+    """Finds how the ops of compiled layers are fused, for microbatches of all sizes.
 
     `root` is the tensor that owns a tensor's memory, `kept` are the tensors that an op saves
-    without torch.compile, `size` are a tensor's bytes.
+    without torch.compile.
     """
-    fused: dict[str, FusedOp] = {}
-    saved: dict[str, tuple[str, ...]] = {}
-    views: set[str] = set()
-    for ops in layers:
-        layer = _Layer(graph, ops, root, kept)
-        saves = _saved(layer, size)
-        views.update(op.name for op in ops if op not in layer.ops)
-        saved.update(dict.fromkeys((op.name for op in ops), ()))
-        saved.update(_savers(layer, saves))
-        for kernel in layer.kernels:
-            fused.update(_fused(layer, kernel, _needed(layer, kernel, saves)))
-    return Fusion(ops=fused, views=frozenset(views), saved=saved)
+
+    def __init__(
+        self,
+        graph: Graph,
+        layers: Iterable[Sequence[Op]],
+        *,
+        root: Callable[[str], str],
+        kept: Callable[[Op], Sequence[str]],
+    ) -> None:
+        self._layers = [_Layer(graph, ops, root, kept) for ops in layers if ops]
+        # by layer, and by the tensors that it saves
+        self._known: dict[tuple[int, frozenset[str]], Fusion] = {}
+
+    def at(self, size: Callable[[str], int]) -> Fusion:
+        """Return how ops are fused if tensors have these bytes."""
+        found = [self._of(at, _saved(layer, size)) for at, layer in enumerate(self._layers)]
+        return Fusion(
+            ops={name: op for one in found for name, op in one.ops.items()},
+            views=frozenset(name for one in found for name in one.views),
+            saved={name: names for one in found for name, names in one.saved.items()},
+        )
+
+    def _of(self, number: int, saves: frozenset[str]) -> Fusion:
+        """Return how the ops of one layer are fused if it saves these tensors."""
+        if (number, saves) not in self._known:
+            layer, ops = self._layers[number], dict[str, FusedOp]()
+            for kernel in layer.kernels:
+                ops.update(_fused(layer, kernel, _needed(layer, kernel, saves)))
+            saved = dict.fromkeys((op.name for op in layer.all), ()) | dict(_savers(layer, saves))
+            views = frozenset(op.name for op in layer.all if op not in layer.ops)
+            self._known[number, saves] = Fusion(ops=ops, views=views, saved=saved)
+        return self._known[number, saves]
 
 
 def is_view(op: Op) -> bool:
@@ -143,6 +156,7 @@ class _Layer:
     ) -> None:
         self.graph = graph
         self.root = root
+        self.all = tuple(ops)
         self.ops = tuple(
             op for op in ops if not is_view(op) and any(root(name) == name for name in op.outputs)
         )
@@ -186,6 +200,33 @@ class _Layer:
         groups = list(nx.connected_components(joined))
         return [[op for op in self.ops if op.name in group] for group in groups]
 
+    @cached_property
+    def network(self) -> _Network:
+        """The network whose minimum cut is what the layer saves."""
+        edges: list[_Edge] = []
+        must: set[str] = set()
+        for op in self.ops:
+            for name in filter(self.is_activation, map(self.root, self.kept[op.name])):
+                if op.name in self.kernel:
+                    edges.append(((name, "out"), _BACKWARD, None))
+                else:
+                    must.add(name)
+        tensors = [*self.makers, *(name for names in self.inputs.values() for name in names)]
+        names = [name for name in dict.fromkeys(tensors) if self.is_activation(name)]
+        for name in names:
+            factor = 0 if name in must else 1 if self.is_written(name) else _UNWRITTEN
+            edges.append(((name, "in"), (name, "out"), (name, factor)))
+            maker = self.makers.get(name)
+            if maker is None or maker.name not in self.kernel or name in must:
+                edges.append((_FORWARD, (name, "in"), None))
+                continue
+            for given in filter(self.is_activation, self.inputs[maker.name]):
+                edges.append(((given, "out"), (name, "in"), None))
+        nodes = {_FORWARD: 0, _BACKWARD: 1}
+        for one in (node for begin, end, _ in edges for node in (begin, end)):
+            nodes.setdefault(one, len(nodes))
+        return names, frozenset(must), nodes, edges
+
     def is_activation(self, name: str) -> bool:
         """Whether a tensor depends on the batch."""
         return self.graph.tensors[name].origin in (TensorOrigin.OP, TensorOrigin.INPUT)
@@ -217,36 +258,17 @@ def _saved(layer: _Layer, size: Callable[[str], int]) -> frozenset[str]:
     Other tensors are computed again where it takes less memory to save what they are computed from:
     a minimum cut, as in torch's partitioner.
     """
-    edges: list[_Edge] = []
-    must: set[str] = set()
-    for op in layer.ops:
-        for name in filter(layer.is_activation, map(layer.root, layer.kept[op.name])):
-            if op.name in layer.kernel:
-                edges.append(((name, "out"), _BACKWARD, None))
-            else:
-                must.add(name)
-    tensors = [*layer.makers, *(name for names in layer.inputs.values() for name in names)]
-    names = [name for name in dict.fromkeys(tensors) if layer.is_activation(name)]
-    for name in names:
-        price = size(name) * (1 if layer.is_written(name) else _UNWRITTEN)
-        edges.append(((name, "in"), (name, "out"), 0 if name in must else price))
-        maker = layer.makers.get(name)
-        if maker is None or maker.name not in layer.kernel or name in must:
-            edges.append((_FORWARD, (name, "in"), None))
-            continue
-        for given in filter(layer.is_activation, layer.inputs[maker.name]):
-            edges.append(((given, "out"), (name, "in"), None))
-    nodes = {_FORWARD: 0, _BACKWARD: 1}
-    for one in (node for begin, end, _ in edges for node in (begin, end)):
-        nodes.setdefault(one, len(nodes))
-    before = _before_cut(tuple((nodes[begin], nodes[end], size) for begin, end, size in edges))
-    return frozenset(
-        must | {x for x in names if nodes[x, "in"] in before and nodes[x, "out"] not in before}
-    )
+    names, must, nodes, edges = layer.network
+    sized = ((nodes[a], nodes[b], x and size(x[0]) * x[1]) for a, b, x in edges)
+    before = _before_cut(tuple(sized))
+    return must | {x for x in names if nodes[x, "in"] in before and nodes[x, "out"] not in before}
 
 
 _Node = tuple[str, str]
-_Edge = tuple[_Node, _Node, int | None]  # None: never cut
+# an edge that is cut costs the bytes of a tensor, times a factor; None: it is never cut
+_Edge = tuple[_Node, _Node, tuple[str, int] | None]
+# tensors that may be saved, those that must be, the numbers of nodes, the edges
+_Network = tuple[list[str], frozenset[str], dict[_Node, int], list[_Edge]]
 _FORWARD, _BACKWARD = ("", "forward"), ("", "backward")
 
 

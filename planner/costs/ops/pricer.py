@@ -24,7 +24,7 @@ from autopar.planner.costs.collectives.conversions import (
 from autopar.planner.costs.kernels.kernels import memory_seconds
 from autopar.planner.costs.kernels.rates import rates_of
 from autopar.planner.costs.ops.case import LocalShapes, OpCase, OpSeconds, OpSplit
-from autopar.planner.costs.ops.fusion import Fusion, find_fusion, fused_seconds
+from autopar.planner.costs.ops.fusion import Fusing, Fusion, fused_seconds
 from autopar.planner.costs.ops.kept import KeptTensors, TensorSizes, made_by, names_kept
 from autopar.planner.costs.ops.measurements import (
     Host,
@@ -67,8 +67,9 @@ _NUMBER_BYTES = 4  # the collectives inside split ops send fp32 numbers
 class OpPricer:
     """Prices the ops, tensors and conversions of a graph at one batch, precision and device.
 
-    `layers` may be passed to avoid finding them again. If `compiles`, torch.compile fuses the ops
-    of each layer, and products of linear layers are in float8 if asked for.
+    `layers` may be passed to avoid finding them again, and `fusings` to share what is found. If
+    `compiles`, torch.compile fuses the ops of each layer, and products of linear layers are in
+    float8 if asked for.
     """
 
     stops_early = True  # a layer's recomputation stops at the last tensor that the backward needs
@@ -86,6 +87,7 @@ class OpPricer:
         layers: Layers | None = None,
         compiles: bool = False,
         float8: Float8 = Float8.NONE,
+        fusings: dict[bool, Fusing] | None = None,
     ) -> None:
         self.graph = graph
         self.axes = axes
@@ -99,6 +101,7 @@ class OpPricer:
         self.kernels = Kernels(fused_dropout=not self.rates.is_cpu)
         self._measured = measured
         self._layers = layers
+        self._fusings = {} if fusings is None else fusings
         self._costs: dict[tuple[str, OpSplit | None], OpCost] = {}
         self._kept: dict[str, KeptTensors] = {}
         self._conversions: dict[tuple[Converted, bool, int, GroupShape], ConversionCost] = {}
@@ -141,14 +144,11 @@ class OpPricer:
         """How torch.compile fuses ops of the layers that it compiles."""
         if not self.compiles:
             return Fusion()
-        taken = (compiled_ops(one, self.graph) for one in self.layers.layers)
-        return find_fusion(
-            self.graph,
-            [ops for ops in taken if ops],
-            root=self.memory.root,
-            kept=self._seen,
-            size=lambda name: self.sizes.tensor_bytes(name, WHOLE, 1),
-        )
+        key = self.rates.is_cpu
+        if key not in self._fusings:
+            taken = (compiled_ops(one, self.graph) for one in self.layers.layers)
+            self._fusings[key] = Fusing(self.graph, taken, root=self.memory.root, kept=self._seen)
+        return self._fusings[key].at(lambda name: self.sizes.tensor_bytes(name, WHOLE, 1))
 
     @cached_property
     def float8_ops(self) -> Mapping[str, bool]:

@@ -129,7 +129,8 @@ def data_seconds(
         return NOTHING
     loads = _loads(layers, groups)
     shared = _sharded if groups.zero.divides_parameters else _reduced
-    waits = (synchronising(one.statistics, groups.data) for one in layers for _ in range(one.count))
+    waiting = (one for one in layers if one.statistics.norms for _ in range(one.count))
+    waits = (synchronising(one.statistics, groups.data) for one in waiting)
     return replace(shared(loads, groups, microbatches), synchronising=sum(waits, NO_WAIT))
 
 
@@ -176,33 +177,33 @@ def _summing(groups: DataGroups) -> Seconds:
     )
 
 
+@lru_cache(maxsize=1024)
 def _seconds(collective: Collective, shape: GroupShape) -> Seconds:
-    """Return a function from the bytes of a collective to its seconds. Cached."""
-    return lru_cache(maxsize=256)(lambda size: collective_seconds(collective, size, shape))
+    """Return a function from the bytes of a collective to its seconds. Both are cached."""
+    return lru_cache(maxsize=4096)(lambda size: collective_seconds(collective, size, shape))
 
 
 def _sharded(loads: Sequence[LayerLoad], groups: DataGroups, microbatches: int) -> DataSeconds:
     """Return what ZeRO-3 adds; parameters are copied out of a buffer, gradients into one."""
     gather, scatter, each = _gathering(groups), _reducing(groups), groups.copy_byte_seconds
-    copied = tuple(
-        replace(
+    copying = {
+        id(load): replace(
             load,
             forward_seconds=load.forward_seconds + each * load.parameter_bytes,
             backward_seconds=load.backward_seconds
             + each * load.parameter_bytes
             + each * load.gradient_bytes,
         )
-        for load in loads
-    )
+        for load in {id(load): load for load in loads}.values()  # equal layers are one object
+    }
+    copied = tuple(copying[id(load)] for load in loads)
     forward = sharded_forward(copied, gather, slowdown=groups.slowdown)
     backward = sharded_backward(copied, gather, scatter, slowdown=groups.slowdown)
-    forward_alone = sum(load.forward_seconds for load in loads)
-    backward_alone = sum(load.backward_seconds for load in loads)
     gathers = sum(gather(load.parameter_bytes) for load in loads)
     reductions = sum(scatter(load.gradient_bytes) for load in loads)
     return DataSeconds(
-        each_forward=forward.total_seconds - forward_alone,
-        each_backward=backward.total_seconds - backward_alone,
+        each_forward=forward.total_seconds - sum(load.forward_seconds for load in loads),
+        each_backward=backward.total_seconds - sum(load.backward_seconds for load in loads),
         last_backward=0.0,
         first_forward=0.0,
         gathers_alone=2 * microbatches * gathers,

@@ -39,6 +39,7 @@ from autopar.planner.plan.bounds.least import (
     LeastLayers,
     activation_budget_bytes,
     in_flight_by_rank,
+    least_classes,
     least_layers,
     least_of_all,
     least_recompute_seconds,
@@ -50,7 +51,7 @@ from autopar.planner.plan.bounds.least import (
 from autopar.planner.plan.bounds.step import FittingBounds, LayoutFacts, StepBound, facts_of
 from autopar.planner.plan.declared.constraints import Objective
 from autopar.planner.plan.solving.candidate import Questions, layer_key
-from autopar.planner.plan.solving.prices import LayerKey
+from autopar.planner.plan.solving.prices import LayerKey, LeastKey
 from autopar.planner.programs.layouts.program import WeightLimit
 
 RankKinds = tuple[Kind, ...]  # distinct kinds of pipeline ranks
@@ -93,12 +94,18 @@ class Bounds:
         """Return the least times of the layers on a device, for its rows of a microbatch."""
         key = point.tensor, point.compile, share
         if key not in self._least:
-            self._least[key] = least_layers(
-                self.costing.pricer(share, point.compile),
-                self.costing.subject.layers,
-                tensor=point.tensor,
-                rules=self.costing.rules,
-            )
+            costing, layers = self.costing, self.costing.subject.layers
+            priced = LeastKey(device=share.device, compile=point.compile, rules=costing.rules)
+            known, place = costing.prices.least(priced), (point.tensor, share.rows)
+            if place not in known:
+                known[place] = least_classes(
+                    costing.pricer(share, point.compile),
+                    layers,
+                    tensor=point.tensor,
+                    rules=costing.rules,
+                    ways=costing.prices.ways,
+                )
+            self._least[key] = least_layers(known[place], layers)
         return self._least[key]
 
     def unsolved(self, arrangement: Arrangement) -> float:

@@ -27,8 +27,9 @@ from autopar.planner.costs.steps.step import pipeline_shape
 from autopar.planner.graph.ops import Op
 from autopar.planner.layers import Layers
 from autopar.planner.plan.bounds.bottleneck import free_bottleneck_seconds
+from autopar.planner.plan.solving.prices import LeastLayer
 from autopar.planner.programs.layouts.rules import LayoutRules, permitted
-from autopar.planner.programs.layouts.strategies import strategies
+from autopar.planner.programs.layouts.strategies import Ways
 
 _DIVIDED = (  # a layout divides these at most by the tensor degree
     *("saved_bytes", "transient_bytes", "learning_bytes", "early_gradient_bytes"),
@@ -173,15 +174,6 @@ def _in_flight_by_rank(schedule: ScheduleKind, shape: PipelineShape) -> tuple[in
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LeastLayer:
-    """The least times of a class of layers in any layouts, for one microbatch."""
-
-    forward_seconds: float
-    backward_seconds: float
-    input_gradient_seconds: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class LeastLayers:
     """Least seconds of a microbatch's forward and backward in each layer.
 
@@ -217,29 +209,48 @@ def least_of_all(kinds: Sequence[Sequence[LeastLayer]]) -> tuple[LeastLayer, ...
     )
 
 
-def least_layers(
-    pricer: OpPricer, layers: Layers, *, tensor: int, rules: LayoutRules
-) -> LeastLayers:
-    """Return the layers' times if every op has its fastest split and communication is free."""
-    each: list[tuple[int, float]] = []
+def least_classes(
+    pricer: OpPricer,
+    layers: Layers,
+    *,
+    tensor: int,
+    rules: LayoutRules,
+    ways: dict[str, Ways],
+) -> tuple[LeastLayer, ...]:
+    """Return a layer's times in each class if every op has its fastest split.
+
+    Communication is free. `ways` keeps the strategies of ops.
+    """
     classes: list[LeastLayer] = []
-    through = 0.0
     for layer_class in layers.classes:
         ops = layers.layers[layer_class.layers[0]].ops
-        least = [_least(op, pricer, tensor, rules) for op in ops]
+        for op in ops:
+            if op.name not in ways:
+                ways[op.name] = Ways.of(op, pricer.graph, pricer.axes)
+        least = [_least(op, pricer, tensor, rules, ways[op.name]) for op in ops]
         alone = sum(f for f, _, _ in least)
         forwards, gradients = map(sum, zip(*map(pricer.launches, ops), strict=True))
         forward = pricer.host.forward_region_seconds(alone, forwards)
         backward = pricer.host.backward_region_seconds(sum(b for _, b, _ in least), gradients)
-        through += len(layer_class.layers) * (alone + sum(back for _, _, back in least))
-        each.append((len(layer_class.layers), forward + backward))
         classes.append(
             LeastLayer(
+                alone_seconds=alone,
                 forward_seconds=forward,
                 backward_seconds=backward,
                 input_gradient_seconds=sum(inputs for _, _, inputs in least),
             )
         )
+    return tuple(classes)
+
+
+def least_layers(classes: tuple[LeastLayer, ...], layers: Layers) -> LeastLayers:
+    """Return the times of all layers, from those of a layer in each class."""
+    each: list[tuple[int, float]] = []
+    through = 0.0
+    for layer_class, one in zip(layers.classes, classes, strict=True):
+        count = len(layer_class.layers)
+        each.append((count, one.forward_seconds + one.backward_seconds))
+        through += count * (one.alone_seconds + one.input_gradient_seconds)
     most = max(range(len(each)), key=lambda place: each[place][0])
     rest = [pair for place, pair in enumerate(each) if place != most]
     return LeastLayers(
@@ -247,13 +258,15 @@ def least_layers(
         seconds=each[most][1],
         others=tuple(seconds for count, seconds in rest for _ in range(count)),
         through_seconds=through,
-        classes=tuple(classes),
+        classes=classes,
     )
 
 
-def _least(op: Op, pricer: OpPricer, tensor: int, rules: LayoutRules) -> tuple[float, float, float]:
+def _least(
+    op: Op, pricer: OpPricer, tensor: int, rules: LayoutRules, ways: Ways
+) -> tuple[float, float, float]:
     """Return an op's least seconds of forward, backward and input gradient over all strategies."""
-    found = strategies(op, pricer.graph, pricer.axes, degree=tensor, batch=pricer.batch)
+    found = ways.over(degree=tensor, batch=pricer.batch)
     left = permitted(op, found, rules, pricer.graph, pricer.axes)
     splits = dict.fromkeys(split_of(strategy, tensor) for strategy in left)
     costs = [pricer.cost(op, split) for split in splits]

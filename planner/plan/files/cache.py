@@ -33,7 +33,7 @@ from autopar.planner.graph.graph import Graph
 from autopar.planner.model.functions import DATA_READS, sources, state_of
 from autopar.planner.plan.files.graph import GraphDocument, graph_document, graph_of
 from autopar.planner.plan.plan import Model
-from autopar.planner.plan.solving.prices import StoredPrices
+from autopar.planner.plan.solving.prices import StoredLeast, StoredPrices
 from autopar.planner.plan.traced import TracedModel
 from autopar.planner.precision import Precision
 from autopar.version import __version__
@@ -41,7 +41,7 @@ from autopar.version import __version__
 PLACE = "AUTOPAR_CACHE"  # the variable that names another folder; empty, it turns the cache off
 MOST_BYTES = 2**28  # of all entries
 MOST_FILES = 10_000  # that one model reads; a model that reads more is traced each time
-_OURS = ("autopar", "autopar.planner", "autopar.codegen", "autopar.runtime")
+_OURS: tuple[str, ...] = ("autopar", "autopar.planner", "autopar.codegen", "autopar.runtime")
 _SYSTEM = ("/proc", "/sys", "/dev")
 _WHAT = "a cached entry"
 _LARGE_BYTES = 2**24  # a larger file is compared by its size and the time of its last change
@@ -118,6 +118,7 @@ _NAMES: Mapping[type[Any], str] = {
     CachedLengths: "lengths",
     CachedSearch: "search",
     StoredPrices: "prices",
+    StoredLeast: "least",
     CachedScript: "script",
 }
 _ENTRY = re.compile(rf"[0-9a-f]{{40}}\.({'|'.join(_NAMES.values())})\.json")
@@ -344,7 +345,8 @@ def _library_folders() -> Set[Path]:
 
 
 @cache
-def _owners() -> Mapping[str, tuple[str, ...]]:
+def owners() -> Mapping[str, tuple[str, ...]]:
+    """Return the libraries that each installed package belongs to; slow when called first."""
     return MappingProxyType({one: tuple(found) for one, found in packages_distributions().items()})
 
 
@@ -358,9 +360,9 @@ def _libraries() -> Iterator[tuple[str, str]]:
     Leaves out copies inside another library (setuptools/_vendor), which only some processes find.
     """
     loaded = {name.partition(".")[0] for name in list(sys.modules)}
-    for package, owners in _owners().items():
+    for package, names in owners().items():
         if package in loaded:
-            yield from ((owner, _version(owner)) for owner in owners if not _is_vendored(owner))
+            yield from ((name, _version(name)) for name in names if not _is_vendored(name))
 
 
 def _is_vendored(library: str) -> bool:

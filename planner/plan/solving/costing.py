@@ -33,7 +33,7 @@ from autopar.planner.layers import Layer, Layers, Residence, residence
 from autopar.planner.plan.declared.constraints import HostSaving
 from autopar.planner.plan.solving.prices import LayerKey, LayoutKey, LayoutPrices, Prices
 from autopar.planner.precision import GRADIENT_BYTES, Float8, Precision
-from autopar.planner.programs.layouts.building import LayoutInput
+from autopar.planner.programs.layouts.building import LayoutFrame, LayoutInput, frame_of
 from autopar.planner.programs.layouts.choice import (
     Budget,
     LayoutProgram,
@@ -90,6 +90,7 @@ class PriceBook:
         self._fronts: dict[_Layers, tuple[LayoutSolution, ...]] = {}
         self._simpler: dict[LayerKey, LayoutSolution] = {}
         self._by_layers: dict[_Layers, LayoutPrices] = {}
+        self._frames: dict[tuple[object, ...], LayoutFrame] = {}
         self._slowest: dict[tuple[LayerKey, Kind], tuple[Modes, ...]] = {}
 
     @property
@@ -111,6 +112,7 @@ class PriceBook:
                 layers=self.subject.layers,
                 compiles=compile_ is Compile.LAYERS,
                 float8=self.float8,
+                fusings=self.prices.fusings,
             )
         return pricers[key]
 
@@ -211,10 +213,16 @@ class PriceBook:
                 shape=self.tensor_shape(of.tensor),
                 rules=self.rules,
                 microbatches=1,
-                structure=self.structure,
             )
-            known.program = LayoutProgram(asked, _BUDGET)
+            known.program = LayoutProgram(asked, _BUDGET, frame=self._frame(asked))
         return known.program
+
+    def _frame(self, asked: LayoutInput) -> LayoutFrame:
+        """Return the frame of a layout problem; similar problems share it."""
+        key = asked.degree, asked.axes.batch_form(degree=asked.degree, batch=asked.batch)
+        if key not in self._frames:
+            self._frames[key] = frame_of(asked, self.structure)
+        return self._frames[key]
 
     def rows(self, inside: LayerKey, share: RowShare) -> tuple[Modes, ...]:
         """Return each layer's cost in each recompute mode; equal layers are one object."""

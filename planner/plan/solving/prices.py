@@ -1,18 +1,24 @@
-"""Layouts and prices of a model's layers, by `LayoutKey`; later searches use them again."""
+"""What searches find out about the layers of a model; later searches use it again.
+
+Layouts and prices have a `LayoutKey`, least times in any layouts a `LeastKey`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from autopar.planner.cluster.cluster import Device
 from autopar.planner.cluster.shape import GroupShape, RowShare
+from autopar.planner.costs.ops.fusion import Fusing
 from autopar.planner.costs.ops.pricer import OpPricer
 from autopar.planner.costs.prediction import Compile, Modes
 from autopar.planner.plan.declared.constraints import HostSaving
 from autopar.planner.programs.layouts.choice import LayoutProgram, LayoutSolution, LinePrice
 from autopar.planner.programs.layouts.program import WeightLimit
 from autopar.planner.programs.layouts.rules import LayoutRules
+from autopar.planner.programs.layouts.strategies import Ways
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +45,38 @@ class LayoutKey:
     device: Device
     rules: LayoutRules
     host_saving: HostSaving
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeastKey:
+    """Everything that least times depend on, besides the model, tensor ranks and rows."""
+
+    device: Device
+    compile: Compile
+    rules: LayoutRules
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeastLayer:
+    """The least times of a layer in any layouts, for one microbatch.
+
+    `alone_seconds` is the forward without waiting for the host.
+    """
+
+    alone_seconds: float
+    forward_seconds: float
+    backward_seconds: float
+    input_gradient_seconds: float
+
+
+LeastTimes = dict[tuple[int, int], tuple[LeastLayer, ...]]  # of classes, by tensor degree and rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredLeast:
+    """The least times of one `LeastKey`, as they are stored on disk."""
+
+    times: tuple[tuple[tuple[int, int], tuple[LeastLayer, ...]], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,29 +161,48 @@ def _numbered(inside: LayerKey, share: RowShare, row: tuple[Modes, ...]) -> Pric
     )
 
 
+def _nothing(_kind: type[Any], _key: object) -> None:
+    """Recall nothing."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prices:
-    """Prices and layouts of a model so far, shared with searches on other machines.
+    """What searches found out about a model so far, shared with searches on other machines.
 
-    `recall` returns the prices of a key that an earlier process has stored on disk.
+    `recall` returns the `StoredPrices` or `StoredLeast` of a key, if an earlier process has stored
+    them on disk.
     """
 
-    recall: Callable[[LayoutKey], StoredPrices | None] = lambda _: None
+    recall: Callable[[type[Any], LayoutKey | LeastKey], Any] = _nothing
     pricers: dict[tuple[RowShare, Compile], OpPricer] = field(default_factory=dict)
+    fusings: dict[bool, Fusing] = field(default_factory=dict)  # on GPUs, and on CPUs
+    ways: dict[str, Ways] = field(default_factory=dict)  # of each op
     by_key: dict[LayoutKey, LayoutPrices] = field(default_factory=dict)
-    # the sizes of recalled prices before this process adds more
-    _recalled: dict[LayoutKey, int] = field(default_factory=dict)
+    _least: dict[LeastKey, LeastTimes] = field(default_factory=dict)
+    # the sizes of what was recalled, before this process adds more
+    _recalled: dict[LayoutKey | LeastKey, int] = field(default_factory=dict)
 
     def at(self, key: LayoutKey) -> LayoutPrices:
         """Return the prices of a key; the caller adds more to them."""
         if key not in self.by_key:
-            known = self.recall(key)
+            known: StoredPrices | None = self.recall(StoredPrices, key)
             found = LayoutPrices() if known is None else LayoutPrices.of(known)
             self.by_key[key], self._recalled[key] = found, found.size
         return self.by_key[key]
 
-    def grown(self) -> Iterator[tuple[LayoutKey, StoredPrices]]:
-        """Yield the keys with new prices (not recalled ones), if all their layouts are proved."""
+    def least(self, key: LeastKey) -> LeastTimes:
+        """Return the least times of a key; the caller adds more to them."""
+        if key not in self._least:
+            known: StoredLeast | None = self.recall(StoredLeast, key)
+            self._least[key] = {} if known is None else dict(known.times)
+            self._recalled[key] = len(self._least[key])
+        return self._least[key]
+
+    def grown(self) -> Iterator[tuple[LayoutKey | LeastKey, StoredPrices | StoredLeast]]:
+        """Yield the keys that got more than was recalled; without layouts that are not proved."""
         for key, one in self.by_key.items():
             if one.size > self._recalled[key] and one.is_proved:
                 yield key, one.stored()
+        for least, times in self._least.items():
+            if len(times) > self._recalled[least]:
+                yield least, StoredLeast(times=tuple(times.items()))

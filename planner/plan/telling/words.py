@@ -16,7 +16,7 @@ from autopar.planner.graph.layouts import Layout, LayoutKind
 from autopar.planner.graph.ops import MODEL_DTYPE, Buffer, GradientUse, Op
 from autopar.planner.plan.declared.limits import gradient_words
 from autopar.planner.plan.plan import Model, Plan, PlannedStage, StoredPlan
-from autopar.planner.precision import Float8
+from autopar.planner.precision import Float8, learnt_words
 from autopar.planner.rules.rule import OpKind
 from autopar.planner.rules.table import kind_of
 
@@ -179,6 +179,7 @@ def meaning_notes(plan: Plan) -> tuple[str, ...]:
     notes = (
         parts_apart(plan),
         replicas_apart(plan),
+        sums_apart(plan),
         statistics_apart(plan),
         draws_apart(plan),
         narrowed_buffers_note(plan),
@@ -215,7 +216,7 @@ def replicas_apart(plan: Plan) -> str:
     return (
         f"{arranged.data // arranged.shard} replicas take {arranged.sync_every} local steps before "
         f"an outer optimizer averages them, {_turns(plan)}as was allowed, so this is not the "
-        "training of one device."
+        f"training of one device. {learnt_words(arranged.outer)}"
     )
 
 
@@ -225,6 +226,14 @@ def _turns(plan: Plan) -> str:
         return ""
     arranged, steps = plan.arrangement, f"{delay} local step{'s' * (delay > 1)}"
     return f"a part of {arranged.outer_parts} at a time, each sent during {steps}, "
+
+
+def sums_apart(plan: Plan) -> str:
+    """Return what compression that loses something of gradients changes, or ""."""
+    if not (own := plan.arrangement.compression).keeps_lost:
+        return ""
+    why = f"data ranks sum gradients {own.sums}, as was allowed, so this is not quite the training"
+    return f"{why} of one device. {learnt_words(own)}"
 
 
 def statistics_apart(plan: Plan) -> str:

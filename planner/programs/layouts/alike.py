@@ -61,10 +61,14 @@ class SimilarNodes:
 
     def _results(self) -> Iterator[tuple[Hashable, str]]:
         """Yield (position, tensor) for each result of a call in each class's first layer."""
-        layers = filter(None, map(self._layer_of, range(len(self.layers.classes))))
-        inside = [(call, layer) for layer in layers for call in self.graph.index.ops_in]
-        for call, layer in inside:
-            if layer in self.graph.index.around(call):
+        layers = list(filter(None, map(self._layer_of, range(len(self.layers.classes)))))
+        inside: dict[str, list[str]] = {layer: [] for layer in layers}
+        for call in self.graph.index.ops_in:
+            for around in self.graph.index.around(call):
+                if around in inside:
+                    inside[around].append(call)
+        for layer in layers:
+            for call in inside[layer]:
                 for number, name in enumerate(refs(self.graph.calls[call].result)):
                     if name in self.graph.tensors:
                         shape = self.graph.tensors[name].shape

@@ -1,10 +1,14 @@
-"""Builds the layout problem of a graph: one layer of each class, priced, with its count."""
+"""Builds the layout problem of a graph: one layer of each class, priced, with its count.
+
+First comes the frame: the choices, and which conversions are possible. It serves all batches of one
+form, eager and compiled layers, and is then priced for each.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from autopar.planner.axes.infer import GraphAxes
@@ -28,9 +32,9 @@ from autopar.planner.programs.layouts.problem import (
     Keep,
     LayoutNode,
     Problem,
-    SameChoices,
     Strategy,
 )
+from autopar.planner.programs.layouts.program import LayoutVariables
 from autopar.planner.programs.layouts.rules import Edge, LayoutRules, permitted, reachable
 from autopar.planner.programs.layouts.strategies import strategies
 
@@ -89,6 +93,23 @@ Choices = Mapping[int, Sequence[Strategy]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutFrame:
+    """A layout problem without prices: all seconds and bytes are 0, and no tensors are kept."""
+
+    structure: Structure
+    problem: Problem
+    # by the form of the tensors that are kept, which differs if layers are compiled
+    _variables: dict[tuple[object, ...], LayoutVariables] = field(default_factory=dict)
+
+    def variables(self, problem: Problem) -> LayoutVariables:
+        """Return the variables of a problem with this frame, shared by problems of one form."""
+        kept = tuple((one.holders, one.forms, tuple(one.saved_bytes)) for one in problem.keeps)
+        if kept not in self._variables:
+            self._variables[kept] = LayoutVariables.of(problem)
+        return self._variables[kept]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutInput:
     """A graph with its prices, the ranks of the tensor axis, and the user's rules."""
 
@@ -100,7 +121,6 @@ class LayoutInput:
     shape: GroupShape
     rules: LayoutRules
     microbatches: int
-    structure: Structure | None = None  # None: it is found from the graph
 
     @property
     def batch(self) -> int:
@@ -108,15 +128,20 @@ class LayoutInput:
         return self.graph.fixed_batch or self.pricer.batch
 
 
-def build_problem(place: LayoutInput) -> Problem:
+def frame_of(place: LayoutInput, structure: Structure | None = None) -> LayoutFrame:
+    """Return the frame of a graph's layout problem; its structure is found if not given."""
+    own = structure or structure_of(place.graph, place.axes, place.layers)
+    return LayoutFrame(structure=own, problem=_Builder(place, own).problem())
+
+
+def priced_problem(place: LayoutInput, frame: LayoutFrame) -> Problem:
     """Return the layout problem of a graph."""
-    return _Builder(place).problem()
+    return _Prices(place, frame).problem()
 
 
 class _Builder:
-    def __init__(self, place: LayoutInput) -> None:
+    def __init__(self, place: LayoutInput, structure: Structure) -> None:
         self.place, self.graph, self.axes = place, place.graph, place.axes
-        structure = place.structure or structure_of(place.graph, place.axes, place.layers)
         self.slots, self.numbering = structure.slots, structure.numbering
         self.needs = structure.needs
         self.conversions = Conversions(place.graph, place.axes, batch=place.batch)
@@ -128,7 +153,7 @@ class _Builder:
             self.members[slot].append(name)
 
     def problem(self) -> Problem:
-        """Return the choices, the tensors between them, and the costs."""
+        """Return the choices, and the tensors between them."""
         choices = {i: self._choices(op) for i, op in enumerate(self.numbering.ops)}
         layouts = self._slot_layouts(choices)
         edges = {need: self._edge(need, layouts) for need in self.needs}
@@ -138,17 +163,9 @@ class _Builder:
         sources = self._sources(layouts)
         places = {key: position for position, key in enumerate(sources)}
         problem = Problem(nodes=nodes, sources=tuple(sources.values()), demands=(), keeps=())
-        return Problem(
-            nodes=nodes,
-            sources=problem.sources,
-            demands=tuple(self._demand(need, edges[need], places, problem) for need in self.needs),
-            keeps=tuple(keeps_of(nodes, self.place.pricer, self._memory_bytes)),
-            alike=tuple(self._alike(nodes)),
-        )
-
-    def _alike(self, nodes: Sequence[LayoutNode]) -> Iterator[SameChoices]:
+        demands = (self._demand(need, edges[need], places, problem) for need in self.needs)
         similar = SimilarNodes(graph=self.graph, axes=self.axes, layers=self.place.layers)
-        return similar.alike(nodes)
+        return replace(problem, demands=tuple(demands), alike=tuple(similar.alike(nodes)))
 
     # --- choices
 
@@ -213,29 +230,14 @@ class _Builder:
         own = [self.slots.own(layout, tensor, self.axes) for layout in (produced, needed)]
         return self.conversions.allow(tensor, own[0], own[1])
 
-    # --- costs
+    # --- the problem
 
     def _node(self, number: int, choices: tuple[Strategy, ...]) -> LayoutNode:
-        op, pricer = self.numbering.ops[number], self.place.pricer
-        kept = pricer.kept(op)
-        priced = []
-        for choice in choices:
-            split = split_of(choice.strategy, self.place.degree)
-            cost = pricer.cost(op, split)
-            priced.append(
-                Strategy(
-                    strategy=choice.strategy,
-                    needs=choice.needs,
-                    gives=choice.gives,
-                    seconds=cost.forward_seconds + cost.backward_seconds,
-                    saved_bytes=kept.own_bytes(split),
-                )
-            )
         return LayoutNode(
-            op=op,
+            op=self.numbering.ops[number],
             layer_class=self.numbering.classes[number],
             count=self.numbering.counts[number],
-            choices=tuple(priced),
+            choices=choices,
         )
 
     def _sources(
@@ -254,21 +256,14 @@ class _Builder:
             for name in self.members[slot]
             if self.graph.tensors[name].origin is TensorOrigin.PARAMETER
         ]
-        tensor = weights[0] if weights else slot
+        nothing = (0,) * len(layouts)
         return ChoiceSource(
-            tensor=tensor,
+            tensor=weights[0] if weights else slot,
             layouts=layouts,
-            seconds=tuple(len(weights) * self._gradient_seconds(tensor, x) for x in layouts),
-            weight_bytes=tuple(len(weights) * self._bytes(tensor, x) for x in layouts),
+            seconds=nothing,
+            weight_bytes=nothing,
             weights=len(weights),
         )
-
-    def _gradient_seconds(self, tensor: str, layout: Layout) -> float:
-        """Return the seconds per microbatch of summing an R parameter's gradient over ranks."""
-        if self.graph.tensors[tensor].origin is not TensorOrigin.PARAMETER or layout != REPLICATED:
-            return 0.0
-        once = self._seconds(tensor, WHOLE, REPLICATED) / self.place.microbatches
-        return once * ONCE_PER_STEP
 
     def _demand(
         self,
@@ -286,17 +281,74 @@ class _Builder:
             made = {c.gives[need.producer[1]] for c in nodes[need.producer[0]].choices}
         wanted = {c.needs[k] for node, k in need.consumers for c in nodes[node].choices}
         wanted |= set(sources[crosses].layouts) if need.leaves else set()
-        own = {one: self.slots.own(one, tensor, self.axes) for one in made | wanted | {WHOLE}}
-        seconds = {
-            (a, b): self._seconds(tensor, own[a], own[b])
+        possible = (
+            (a, b)
             for a in sorted(made, key=str)
             for b in sorted(wanted or {WHOLE}, key=str)
             if edge.reaches(a, b)
-        }
+        )
         return Demand(
             source=source, tensor=tensor, consumers=need.consumers, crosses=crosses, count=count,
-            seconds=seconds,
+            seconds=dict.fromkeys(possible, 0.0),
         )  # fmt: skip
+
+
+class _Prices:
+    """Prices a frame for one batch and device, eager or compiled."""
+
+    def __init__(self, place: LayoutInput, frame: LayoutFrame) -> None:
+        self.place, self.graph, self.pricer = place, place.graph, place.pricer
+        self.frame, self.slots = frame.problem, frame.structure.slots
+
+    def problem(self) -> Problem:
+        """Return the problem with all prices, and the tensors that are kept."""
+        nodes = tuple(map(self._node, self.frame.nodes))
+        return replace(
+            self.frame,
+            nodes=nodes,
+            sources=tuple(map(self._source, self.frame.sources)),
+            demands=tuple(map(self._demand, self.frame.demands)),
+            keeps=tuple(keeps_of(nodes, self.pricer, self._memory_bytes)),
+        )
+
+    def _node(self, node: LayoutNode) -> LayoutNode:
+        kept, priced = self.pricer.kept(node.op), []
+        for choice in node.choices:
+            split = split_of(choice.strategy, self.place.degree)
+            cost = self.pricer.cost(node.op, split)
+            priced.append(
+                Strategy(
+                    strategy=choice.strategy,
+                    needs=choice.needs,
+                    gives=choice.gives,
+                    seconds=cost.forward_seconds + cost.backward_seconds,
+                    saved_bytes=kept.own_bytes(split),
+                )
+            )
+        return replace(node, choices=tuple(priced))
+
+    def _source(self, source: ChoiceSource) -> ChoiceSource:
+        if not source.weights:
+            return source
+        tensor, weights = source.tensor, source.weights
+        return replace(
+            source,
+            seconds=tuple(weights * self._gradient_seconds(tensor, x) for x in source.layouts),
+            weight_bytes=tuple(weights * self._bytes(tensor, x) for x in source.layouts),
+        )
+
+    def _gradient_seconds(self, tensor: str, layout: Layout) -> float:
+        """Return the seconds per microbatch of summing an R parameter's gradient over ranks."""
+        if layout != REPLICATED:
+            return 0.0
+        once = self._seconds(tensor, WHOLE, REPLICATED) / self.place.microbatches
+        return once * ONCE_PER_STEP
+
+    def _demand(self, demand: Demand) -> Demand:
+        tensor = demand.tensor
+        own = {one: self._own(one, tensor) for ends in demand.seconds for one in ends}
+        seconds = {(a, b): self._seconds(tensor, own[a], own[b]) for a, b in demand.seconds}
+        return replace(demand, seconds=seconds)
 
     def _seconds(self, tensor: str, produced: Layout, needed: Layout) -> float:
         """Return the seconds of a conversion, forward and backward together."""
@@ -306,12 +358,13 @@ class _Builder:
         )
 
     def _bytes(self, tensor: str, layout: Layout) -> int:
-        own = self.slots.own(layout, tensor, self.axes)
-        return self.place.pricer.tensor_bytes(tensor, own, self.place.degree)
+        return self.pricer.tensor_bytes(tensor, self._own(layout, tensor), self.place.degree)
 
     def _memory_bytes(self, tensor: str, layout: Layout) -> int:
-        own = self.slots.own(layout, tensor, self.axes)
-        return self.place.pricer.memory_bytes(tensor, own, self.place.degree)
+        return self.pricer.memory_bytes(tensor, self._own(layout, tensor), self.place.degree)
+
+    def _own(self, layout: Layout, tensor: str) -> Layout:
+        return self.slots.own(layout, tensor, self.place.axes)
 
 
 def _given(graph: Graph) -> frozenset[str]:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
-from autopar.planner.axes.infer import GraphAxes
-from autopar.planner.cluster.shape import GroupShape
 from autopar.planner.errors import InfeasibleError, TimeLimitError
-from autopar.planner.graph.graph import Graph
 from autopar.planner.graph.layouts import OpLayout, ParameterLayout
-from autopar.planner.layers import Layers
-from autopar.planner.programs.layouts.building import LayoutInput, build_problem
-from autopar.planner.programs.layouts.edges import LayoutPricer, crossing_tensors, structure_of
+from autopar.planner.programs.layouts.building import (
+    LayoutFrame,
+    LayoutInput,
+    frame_of,
+    priced_problem,
+)
+from autopar.planner.programs.layouts.edges import crossing_tensors
 from autopar.planner.programs.layouts.opened import printed_code
 from autopar.planner.programs.layouts.problem import (
     Assignment,
@@ -23,8 +24,13 @@ from autopar.planner.programs.layouts.problem import (
     printed_lines,
     totals,
 )
-from autopar.planner.programs.layouts.program import LayoutModel, ProgramUnits, WeightLimit
-from autopar.planner.programs.layouts.rules import FREE, LayoutRules, Slots, check_rules
+from autopar.planner.programs.layouts.program import (
+    LayoutModel,
+    LayoutVariables,
+    ProgramUnits,
+    WeightLimit,
+)
+from autopar.planner.programs.layouts.rules import Slots, check_rules
 from autopar.planner.programs.solver import (
     Infeasible,
     SolverName,
@@ -96,29 +102,6 @@ class LayoutSolution:
         return not any(layout.axis for layouts in self.layouts for layout in layouts)
 
 
-def solve_layouts(
-    graph: Graph,
-    axes: GraphAxes,
-    layers: Layers,
-    pricer: LayoutPricer,
-    *,
-    degree: int,
-    shape: GroupShape,
-    rules: LayoutRules = FREE,
-    budget: Budget = Budget(),
-    microbatches: int = 1,
-    most_nodes: int = MOST_NODES,
-    solver: SolverName | None = None,
-) -> tuple[LayoutSolution, ...]:
-    """Return the Pareto-optimal layouts, the fastest first."""
-    place = LayoutInput(
-        graph=graph, axes=axes, layers=layers, pricer=pricer, degree=degree, shape=shape,
-        rules=rules, microbatches=microbatches,
-    )  # fmt: skip
-    program = LayoutProgram(place, budget, most_nodes=most_nodes, solver=solver)
-    return program.front()
-
-
 class LayoutProgram:
     """The layout program of a graph for one tensor degree; solved when results are asked for."""
 
@@ -127,15 +110,21 @@ class LayoutProgram:
         place: LayoutInput,
         budget: Budget,
         *,
+        frame: LayoutFrame | None = None,
         most_nodes: int = MOST_NODES,
         solver: SolverName | None = None,
     ) -> None:
         check_rules(place.rules, place.graph, place.axes, place.layers)
-        self._place = place
-        structure = place.structure or structure_of(place.graph, place.axes, place.layers)
-        self._slots = structure.slots
-        self._problem = build_problem(replace(place, structure=structure))
-        self._front = ParetoFront(self._problem, budget, most_nodes=most_nodes, solver=solver)
+        frame = frame or frame_of(place)
+        self._place, self._slots = place, frame.structure.slots
+        self._problem = priced_problem(place, frame)
+        self._front = ParetoFront(
+            self._problem,
+            budget,
+            frame.variables(self._problem),
+            most_nodes=most_nodes,
+            solver=solver,
+        )
         self._counted: dict[tuple[int, bool], CountedLines] = {}
 
     def fastest(self) -> LayoutSolution:
@@ -194,7 +183,7 @@ class CountedLines:
 
     def __init__(self, problem: Problem, units: ProgramUnits, code: PrintedCode) -> None:
         self.problem, self.code = problem, code
-        self.model = LayoutModel(problem, units, code)
+        self.model = LayoutModel(problem, units, LayoutVariables.of(problem), code)
 
     def of(self, assignment: Assignment) -> float:
         """Return the lines that an assignment prints."""
@@ -205,12 +194,18 @@ class ParetoFront:
     """Finds the Pareto front of a problem: solves it with several budgets, or prices of bytes."""
 
     def __init__(
-        self, problem: Problem, budget: Budget, *, most_nodes: int, solver: SolverName | None
+        self,
+        problem: Problem,
+        budget: Budget,
+        variables: LayoutVariables,
+        *,
+        most_nodes: int,
+        solver: SolverName | None,
     ) -> None:
         self._problem, self._budget = problem, budget
         self._most_nodes, self._solver = most_nodes, solver
         self.units = _units(problem, budget)
-        self.model = LayoutModel(problem, self.units)
+        self.model = LayoutModel(problem, self.units, variables)
 
     @cached_property
     def fastest(self) -> SolvedPoint:

@@ -34,7 +34,7 @@ A conversion is paid once per tensor, layer and layout, however many consumers s
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any, TypeAlias
@@ -46,6 +46,7 @@ from autopar.planner.programs.layouts.problem import Assignment, Demand, Printed
 from autopar.planner.programs.solver import GrowingProgram, chosen, new_program
 
 Sum: TypeAlias = Any  # pulp.LpAffineExpression, which has no types
+_Term = tuple[pulp.LpVariable, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,44 +78,56 @@ class WeightLimit:
 _NEXT_LIMIT = 0.8  # times the limit before
 
 
-@dataclass(slots=True)
-class _Model:
-    problem: Problem
-    weights: ProgramUnits
-    program: pulp.LpProblem
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutVariables:
+    """The variables and constraints of problems that differ in their prices alone."""
+
+    problem: Problem  # one of these problems
+    program: pulp.LpProblem = field(default_factory=lambda: new_program("layouts"))
     x: list[list[pulp.LpVariable]] = field(default_factory=list)
     u: list[list[pulp.LpVariable]] = field(default_factory=list)
     w: list[dict[tuple[Layout, Layout], pulp.LpVariable]] = field(default_factory=list)
-    seconds: list[tuple[pulp.LpVariable, float]] = field(default_factory=list)
-    bytes: list[tuple[pulp.LpVariable, float]] = field(default_factory=list)
-    lines: list[tuple[pulp.LpVariable, float]] = field(default_factory=list)
+    h: list[dict[str, pulp.LpVariable]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, problem: Problem) -> LayoutVariables:
+        """Return the variables and constraints of a problem."""
+        model = cls(problem=problem)
+        _make_choices(model)
+        _require_one_choice(model)
+        _require_conversions(model)
+        _require_holding(model)
+        _require_alike(model)
+        return model
 
     def require(self, constraint: pulp.LpConstraint, name: str) -> None:
+        """Add a constraint."""
         self.program.addConstraint(constraint, name)
 
 
 class LayoutModel:
     """The program of one problem; it is solved with several budgets and prices.
 
-    Printed lines count only if `code` is given.
+    Printed lines count only if `code` is given; then nobody else may use the variables.
     """
 
     def __init__(
-        self, problem: Problem, weights: ProgramUnits, code: PrintedCode | None = None
+        self,
+        problem: Problem,
+        weights: ProgramUnits,
+        variables: LayoutVariables,
+        code: PrintedCode | None = None,
     ) -> None:
-        self._model = _Model(problem, weights, new_program("layouts"))
-        _make_choices(self._model)
-        _require_one_choice(self._model)
-        _require_conversions(self._model)
-        _require_holding(self._model)
-        _require_alike(self._model)
+        self._problem, self._weights, self._model = problem, weights, variables
+        lines: list[_Term] = []
         if code is not None:
-            opened = _count_lines(self._model, code)
+            opened = [_binary(f"o_{k}") for k in range(len(code.lines))]
             _require_changed_code(self._model, code, opened)
             _require_converting_code(self._model, code, opened)
-        self._seconds = _sum(self._model.seconds)
-        self._bytes = _sum(self._model.bytes)
-        self._lines = _sum(self._model.lines)
+            lines = list(_lines(self._model, code, opened))
+        self._seconds = _sum(_seconds(self._model, problem, weights))
+        self._bytes = _sum(_bytes(self._model, problem, weights))
+        self._lines = _sum(lines)
 
     def program(
         self,
@@ -130,7 +143,7 @@ class LayoutModel:
         program.setObjective(paid)
         program.constraints.pop("budget", None)
         if budget_bytes is not None:
-            _require_budget(self._model, self._bytes, budget_bytes)
+            _require_budget(self._model, self._bytes, budget_bytes / self._weights.byte_unit)
         return program
 
     def weight_limits(self, layer_class: int) -> Iterator[WeightLimit]:
@@ -139,28 +152,30 @@ class LayoutModel:
         These are optima of the relaxed program. Sums that are done once per step are left out. The
         first limit is infinite; the last one is the least that the weights can take.
         """
-        model, relaxed = self._model, GrowingProgram()
+        model, problem, weights = self._model, self._problem, self._weights
+        relaxed = GrowingProgram()
         column = {one: relaxed.column() for one in model.program.variables()}
-        for row in model.program.constraints.values():
+        for name, row in model.program.constraints.items():
             least, most = row.getLb(), row.getUb()
-            relaxed.add(
-                ((column[one], factor) for one, factor in row.items()),
-                least=-inf if least is None else least,
-                most=inf if most is None else most,
-            )
-        taken = ((column[one], part) for one, part in _seconds_of(model, layer_class))
+            if name != "budget":
+                relaxed.add(
+                    ((column[one], factor) for one, factor in row.items()),
+                    least=-inf if least is None else least,
+                    most=inf if most is None else most,
+                )
+        spent = _spent(model, problem, weights.second_unit)
+        taken = ((column[one], part) for one, part, own, _ in spent if own == layer_class)
         relaxed.add([*taken, (relaxed.least, -1.0)], most=0.0)
-        sizes = [[(column[one], part) for one, part in own] for own in _held(model, layer_class)]
+        held = _held(model, problem, weights.byte_unit, layer_class)
+        sizes = [[(column[one], part) for one, part in own] for own in held]
         smallest, largest = (sum(end(x for _, x in own) for own in sizes) for end in (min, max))
         limit, known = inf, 0.0
         while True:
             known = max(known, relaxed.solve() or 0.0)
             if known == inf:
                 return
-            yield WeightLimit(
-                most_bytes=limit * model.weights.byte_unit,
-                least_seconds=known * model.weights.second_unit,
-            )
+            least_seconds = known * weights.second_unit
+            yield WeightLimit(most_bytes=limit * weights.byte_unit, least_seconds=least_seconds)
             if limit <= smallest:
                 return
             limit = max(min(limit, largest) * _NEXT_LIMIT, smallest)
@@ -174,42 +189,57 @@ class LayoutModel:
         )
 
 
-def _make_choices(model: _Model) -> None:
-    """Make x and u with their costs."""
-    weights = model.weights
+def _make_choices(model: LayoutVariables) -> None:
+    """Make x and u."""
     for v, node in enumerate(model.problem.nodes):
-        own = [_binary(f"x_{v}_{c}") for c in range(len(node.choices))]
-        model.x.append(own)
-        for variable, choice in zip(own, node.choices, strict=True):
-            kept = weights.saved_factor * choice.saved_bytes
-            model.seconds.append((variable, node.count * choice.seconds / weights.second_unit))
-            model.bytes.append((variable, node.count * kept / weights.byte_unit))
+        model.x.append([_binary(f"x_{v}_{c}") for c in range(len(node.choices))])
     for e, source in enumerate(model.problem.sources):
-        own = [_binary(f"u_{e}_{i}") for i in range(len(source.layouts))]
-        model.u.append(own)
-        for variable, seconds, size in zip(own, source.seconds, source.weight_bytes, strict=True):
-            model.seconds.append((variable, seconds / weights.second_unit))
-            model.bytes.append((variable, weights.weight_factor * size / weights.byte_unit))
+        model.u.append([_binary(f"u_{e}_{i}") for i in range(len(source.layouts))])
 
 
-def _seconds_of(model: _Model, layer_class: int) -> Iterator[tuple[pulp.LpVariable, float]]:
-    """Yield what variables add to the seconds of a layer of a class."""
-    problem, unit = model.problem, model.weights.second_unit
+def _spent(
+    model: LayoutVariables, problem: Problem, unit: float
+) -> Iterator[tuple[pulp.LpVariable, float, int, int]]:
+    """Yield what variables add to the seconds of a layer, its class, and the number of layers."""
     for node, own in zip(problem.nodes, model.x, strict=True):
-        if node.layer_class == layer_class:
-            yield from zip(own, (one.seconds / unit for one in node.choices), strict=True)
+        for variable, choice in zip(own, node.choices, strict=True):
+            yield variable, choice.seconds / unit, node.layer_class, node.count
     for demand, made in zip(problem.demands, model.w, strict=True):
-        if problem.class_of(demand) == layer_class:
-            for ends, variable in made.items():
-                yield variable, demand.seconds[ends] / unit
+        layer_class = problem.class_of(demand)
+        for ends, variable in made.items():
+            yield variable, demand.seconds[ends] / unit, layer_class, demand.count
 
 
-def _held(model: _Model, layer_class: int) -> Iterator[list[tuple[pulp.LpVariable, float]]]:
+def _seconds(model: LayoutVariables, problem: Problem, weights: ProgramUnits) -> Iterator[_Term]:
+    """Yield what variables add to the seconds of a microbatch."""
+    unit = weights.second_unit
+    for variable, seconds, _, count in _spent(model, problem, unit):
+        yield variable, count * seconds
+    for source, own in zip(problem.sources, model.u, strict=True):
+        yield from zip(own, (seconds / unit for seconds in source.seconds), strict=True)
+
+
+def _bytes(model: LayoutVariables, problem: Problem, weights: ProgramUnits) -> Iterator[_Term]:
+    """Yield what variables add to the bytes in memory."""
+    saved, unit = weights.saved_factor, weights.byte_unit
+    for node, own in zip(problem.nodes, model.x, strict=True):
+        for variable, choice in zip(own, node.choices, strict=True):
+            yield variable, node.count * saved * choice.saved_bytes / unit
+    for source, own in zip(problem.sources, model.u, strict=True):
+        for variable, size in zip(own, source.weight_bytes, strict=True):
+            yield variable, weights.weight_factor * size / unit
+    for keep, held in zip(problem.keeps, model.h, strict=True):
+        for form, variable in held.items():
+            yield variable, keep.count * saved * keep.saved_bytes[form] / unit
+
+
+def _held(
+    model: LayoutVariables, problem: Problem, unit: float, layer_class: int
+) -> Iterator[list[_Term]]:
     """Yield what the layouts of each weight of a layer add to its bytes.
 
     Weights that some layers of the class share are left out.
     """
-    problem, unit = model.problem, model.weights.byte_unit
     used = dict.fromkeys(d.source for d in problem.demands if problem.class_of(d) == layer_class)
     count = next(one.count for one in problem.nodes if one.layer_class == layer_class)
     for e in used:
@@ -221,7 +251,7 @@ def _held(model: _Model, layer_class: int) -> Iterator[list[tuple[pulp.LpVariabl
             ]
 
 
-def _require_one_choice(model: _Model) -> None:
+def _require_one_choice(model: LayoutVariables) -> None:
     """Σ_c x[v,c] = 1,  Σ_l u[e,l] = 1."""
     for v, own in enumerate(model.x):
         model.require(pulp.lpSum(own) == 1, f"one_choice_{v}")
@@ -230,13 +260,13 @@ def _require_one_choice(model: _Model) -> None:
             model.require(pulp.lpSum(own) == 1, f"one_layout_{e}")
 
 
-def _require_conversions(model: _Model) -> None:
+def _require_conversions(model: LayoutVariables) -> None:
     """Σ_k w[d,k,l] ≥ Σ_(c needs l) x[v,c] for each consumer v;  w[d,k,l] ≤ p[e,k]."""
     for d, demand in enumerate(model.problem.demands):
         produced = _produced_by(model, demand.source)
         needed = _needed(model, demand)
         layouts = list(dict.fromkeys(layout for own in needed for layout in own))
-        made = _conversion_variables(model, d, demand, list(produced), layouts)
+        made = _conversion_variables(d, demand, list(produced), layouts)
         model.w.append(made)
         is_single = len(needed) == 1
         for i, own in enumerate(needed):
@@ -253,26 +283,22 @@ def _require_conversions(model: _Model) -> None:
 
 
 def _conversion_variables(
-    model: _Model, d: int, demand: Demand, produced: list[Layout], needed: list[Layout]
+    d: int, demand: Demand, produced: list[Layout], needed: list[Layout]
 ) -> dict[tuple[Layout, Layout], pulp.LpVariable]:
-    made = {}
-    for i, start in enumerate(produced):
-        for j, end in enumerate(needed):
-            seconds = demand.seconds.get((start, end))
-            if seconds is not None:
-                variable = pulp.LpVariable(f"w_{d}_{i}_{j}", 0, 1)
-                made[start, end] = variable
-                model.seconds.append((variable, demand.count * seconds / model.weights.second_unit))
-    return made
+    return {
+        (start, end): pulp.LpVariable(f"w_{d}_{i}_{j}", 0, 1)
+        for i, start in enumerate(produced)
+        for j, end in enumerate(needed)
+        if (start, end) in demand.seconds
+    }
 
 
-def _require_holding(model: _Model) -> None:
+def _require_holding(model: LayoutVariables) -> None:
     """h[g,f] ≥ Σ_(c in form f) x[v,c] for each holder v."""
     for g, keep in enumerate(model.problem.keeps):
-        for f, (form, size) in enumerate(keep.saved_bytes.items()):
-            held = pulp.LpVariable(f"h_{g}_{f}", 0, 1)
-            kept = keep.count * model.weights.saved_factor * size
-            model.bytes.append((held, kept / model.weights.byte_unit))
+        numbered = enumerate(keep.saved_bytes)
+        model.h.append({form: pulp.LpVariable(f"h_{g}_{f}", 0, 1) for f, form in numbered})
+        for f, (form, held) in enumerate(model.h[-1].items()):
             for i, (node, forms) in enumerate(zip(keep.holders, keep.forms, strict=True)):
                 own = [
                     x for x, own_form in zip(model.x[node], forms, strict=True) if own_form == form
@@ -281,7 +307,7 @@ def _require_holding(model: _Model) -> None:
                     model.require(held >= pulp.lpSum(own), f"holding_{g}_{f}_{i}")
 
 
-def _require_alike(model: _Model) -> None:
+def _require_alike(model: LayoutVariables) -> None:
     """Σ_(c in a group) x[v,c] = Σ_(c in the matching group) x[v',c]."""
     for number, alike in enumerate(model.problem.alike):
         (i, mine), (j, theirs) = alike.first, alike.second
@@ -290,21 +316,23 @@ def _require_alike(model: _Model) -> None:
         model.require(first == second, f"alike_{number}")
 
 
-def _count_lines(model: _Model, code: PrintedCode) -> list[pulp.LpVariable]:
-    """Make the variables o, price the printed lines of every choice, and return o."""
-    opened = [_binary(f"o_{k}") for k in range(len(code.lines))]
-    model.lines += zip(opened, code.lines, strict=True)
+def _lines(
+    model: LayoutVariables, code: PrintedCode, opened: list[pulp.LpVariable]
+) -> Iterator[_Term]:
+    """Yield what variables add to the printed lines."""
+    yield from zip(opened, code.lines, strict=True)
     for one in code.changed:
-        model.lines += [(model.x[one.node][choice], one.lines) for choice in one.choices]
+        yield from ((model.x[one.node][choice], one.lines) for choice in one.choices)
     for d, made in enumerate(model.w):
-        model.lines += [(w, code.conversion_lines(d, *ends)) for ends, w in made.items()]
+        yield from ((w, code.conversion_lines(d, *ends)) for ends, w in made.items())
     for source, own, lines in zip(model.problem.sources, model.u, code.slot_lines, strict=True):
         pairs = zip(source.layouts, own, strict=bool(own))
-        model.lines += [(variable, lines) for layout, variable in pairs if layout != WHOLE]
-    return opened
+        yield from ((variable, lines) for layout, variable in pairs if layout != WHOLE)
 
 
-def _require_changed_code(model: _Model, code: PrintedCode, opened: list[pulp.LpVariable]) -> None:
+def _require_changed_code(
+    model: LayoutVariables, code: PrintedCode, opened: list[pulp.LpVariable]
+) -> None:
     """Σ_(c changes code) x[v,c] ≤ Σ_(k has that code) o[k]."""
     for number, one in enumerate(code.changed):
         changing = pulp.lpSum(model.x[one.node][choice] for choice in one.choices)
@@ -313,7 +341,7 @@ def _require_changed_code(model: _Model, code: PrintedCode, opened: list[pulp.Lp
 
 
 def _require_converting_code(
-    model: _Model, code: PrintedCode, opened: list[pulp.LpVariable]
+    model: LayoutVariables, code: PrintedCode, opened: list[pulp.LpVariable]
 ) -> None:
     """Σ_(c needs l) x[v,c] ≤ p[e,l] + Σ_(k may convert e for v) o[k]."""
     for number, one in enumerate(code.converting):
@@ -325,12 +353,12 @@ def _require_converting_code(
             model.require(need <= made + has, f"converting_{number}_{j}")
 
 
-def _require_budget(model: _Model, size: Sum, budget_bytes: float) -> None:
+def _require_budget(model: LayoutVariables, size: Sum, budget: float) -> None:
     """Saved and weight bytes ≤ budget."""
-    model.require(size <= budget_bytes / model.weights.byte_unit, "budget")
+    model.require(size <= budget, "budget")
 
 
-def _produced_by(model: _Model, e: int) -> dict[Layout, Sum]:
+def _produced_by(model: LayoutVariables, e: int) -> dict[Layout, Sum]:
     """Return p[e,l] for each layout l: a sum that is 1 if source e is in this layout, else 0."""
     source = model.problem.sources[e]
     if source.producer is None:
@@ -340,7 +368,7 @@ def _produced_by(model: _Model, e: int) -> dict[Layout, Sum]:
     return _grouped([choice.gives[place] for choice in choices], model.x[node])
 
 
-def _needed(model: _Model, demand: Demand) -> list[dict[Layout, Sum]]:
+def _needed(model: LayoutVariables, demand: Demand) -> list[dict[Layout, Sum]]:
     """Return, for each consumer and layout, a sum that is 1 if the consumer needs this layout.
 
     Without consumers, the tensor is the loss, which has to be whole.
@@ -366,5 +394,5 @@ def _binary(name: str) -> pulp.LpVariable:
     return pulp.LpVariable(name, cat=pulp.LpBinary)
 
 
-def _sum(terms: list[tuple[pulp.LpVariable, float]]) -> Sum:
+def _sum(terms: Iterable[_Term]) -> Sum:
     return pulp.LpAffineExpression([(variable, factor) for variable, factor in terms if factor])

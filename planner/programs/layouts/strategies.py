@@ -124,20 +124,17 @@ class LetterSplit:
         return dim is not None and any(leaf.name in self.letters for leaf in leaves(dim))
 
 
-def candidates(
-    op: Op, graph: Graph, axes: GraphAxes, *, degree: int, batch: int
-) -> Iterator[LetterSplit]:
-    """Yield the splits that an op's rule and its tensors' dims allow."""
+def candidates(op: Op, axes: GraphAxes) -> Iterator[tuple[LetterSplit, Extent]]:
+    """Yield the splits that an op's rule and its tensors' dims allow, with the axis's size."""
     own = axes.ops[op.name]
     places = (*own.signature.operands, *own.signature.results)
     for group in _groups(places):
         if own.signature.whole.intersection(group) or not all(x in own.letters for x in group):
             continue
         for axis in dict.fromkeys(leaf.name for leaf in leaves(own.letters[group[0]])):
-            size = axis_size(own.letters[group[0]], axis).at(graph.fixed_batch or batch)
             candidate = LetterSplit(letters=group, axis=axis)
-            if size >= degree and _fits(candidate, places, axes, op):
-                yield candidate
+            if _fits(candidate, places, axes, op):
+                yield candidate, axis_size(own.letters[group[0]], axis)
 
 
 def occurrences(
@@ -204,25 +201,50 @@ def strategies(
     op: Op, graph: Graph, axes: GraphAxes, *, degree: int, batch: int
 ) -> tuple[OpLayout, ...]:
     """Return every way to run an op on the ranks of the tensor axis, the simplest first."""
-    return _Strategies(op, graph, axes, degree=degree, batch=batch).all()
+    return Ways.of(op, graph, axes).over(degree=degree, batch=graph.fixed_batch or batch)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ways:
+    """The strategies of an op for all numbers of ranks and rows.
+
+    They are in the order of the module's docstring. Each split has the size of its axis, which must
+    not be below the number of ranks.
+    """
+
+    whole: OpLayout
+    unsplit: tuple[OpLayout, ...]
+    splits: tuple[tuple[OpLayout, Extent], ...]
+
+    @classmethod
+    def of(cls, op: Op, graph: Graph, axes: GraphAxes) -> Ways:
+        """Return the strategies of an op."""
+        return _Strategies(op, graph, axes).all()
+
+    def over(self, *, degree: int, batch: int) -> tuple[OpLayout, ...]:
+        """Return the strategies for some ranks; one rank splits nothing."""
+        if degree == 1:
+            return (self.whole,)
+        split = (one for one, size in self.splits if size.at(batch) >= degree)
+        return tuple(dict.fromkeys((self.whole, *self.unsplit, *split)))
 
 
 class _Strategies:
-    def __init__(self, op: Op, graph: Graph, axes: GraphAxes, *, degree: int, batch: int) -> None:
+    def __init__(self, op: Op, graph: Graph, axes: GraphAxes) -> None:
         self.op, self.graph, self.axes = op, graph, axes
-        self.degree, self.batch = degree, batch
         self.rule = rule_of(op.target)
         self.signature = axes.ops[op.name].signature
         self.arguments = tuple(name for name, value in op.arguments for _ in refs(value))
 
-    def all(self) -> tuple[OpLayout, ...]:
-        """Return the strategies in the order of the module's docstring; one rank splits nothing."""
-        found = [self.whole()]
-        if self.degree > 1 and not self.is_function():
-            found.append(self.replicated())
+    def all(self) -> Ways:
+        """Return the strategies."""
+        unsplit, splits = list[OpLayout](), list[tuple[OpLayout, Extent]]()
+        if not self.is_function():
+            unsplit.append(self.replicated())
             if not self.is_never_split():
-                found += [*self.partial(), *self.split()]
-        return tuple(dict.fromkeys(found))
+                unsplit += self.partial()
+                splits += self.split()
+        return Ways(whole=self.whole(), unsplit=tuple(unsplit), splits=tuple(splits))
 
     def is_function(self) -> bool:
         """Whether the op is in a custom autograd function, whose backward may be nonlinear."""
@@ -277,13 +299,11 @@ class _Strategies:
 
     # --- split
 
-    def split(self) -> Iterator[OpLayout]:
-        """Yield a strategy for each axis in each letter that may be split."""
-        for candidate in candidates(
-            self.op, self.graph, self.axes, degree=self.degree, batch=self.batch
-        ):
+    def split(self) -> Iterator[tuple[OpLayout, Extent]]:
+        """Yield a strategy for each axis in each letter that may be split, and the axis's size."""
+        for candidate, size in candidates(self.op, self.axes):
             if not self._is_refused(candidate):
-                yield from self._split_along(candidate)
+                yield from ((one, size) for one in self._split_along(candidate))
 
     def _is_refused(self, candidate: LetterSplit) -> bool:
         """Whether this op's arguments exclude a split that its rule allows."""

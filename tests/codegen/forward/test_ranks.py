@@ -15,12 +15,13 @@ from autopar.planner.axes.infer import infer_axes
 from autopar.planner.cluster.shape import GroupShape
 from autopar.planner.graph.layouts import LayoutKind
 from autopar.planner.layers import find_layers
-from autopar.planner.programs.layouts.choice import Budget, solve_layouts
+from autopar.planner.programs.layouts.choice import Budget
 from autopar.planner.programs.layouts.rules import find_slots
 from autopar.planner.programs.layouts.strategies import parts_of
 from tests.cells import cells
 from tests.codegen.forward.running import Result, original, zoo_modules
 from tests.codegen.forward.split_training import Cuts, rank_result
+from tests.planner.programs.layouts.layout_checks import solve_layouts
 from tests.planner.programs.layouts.random_pricer import RandomPricer
 from tests.planner.programs.layouts.simulated_ranks import Cut
 from tests.planner.subjects import zoo_graph

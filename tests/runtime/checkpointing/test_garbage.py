@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from autopar.runtime.checkpointing.signals import EVERY_STEPS, Garbage
-from tests.runtime.processes import FREEZE_COUNT, UNFREEZE
+from tests.runtime.processes import FREEZE, FREEZE_COUNT, UNFREEZE
 
 
 @pytest.fixture
@@ -57,6 +57,7 @@ def test_it_is_collected_after_each_step_where_cycles_hold_tensors(garbage: Garb
 
 @pytest.mark.parametrize("is_frozen", [False, True])
 def test_python_collects_by_itself_again(is_frozen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gc, "freeze", FREEZE)
     monkeypatch.setattr(gc, "unfreeze", UNFREEZE)
     monkeypatch.setattr(gc, "get_freeze_count", FREEZE_COUNT)
     gc.unfreeze()

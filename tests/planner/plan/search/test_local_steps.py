@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import groupby
 from math import ceil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,11 +23,12 @@ from autopar.planner.plan.declared.constraints import local_steps
 from autopar.planner.plan.declared.limits import with_local_steps
 from autopar.planner.plan.plan import Plan
 from autopar.planner.plan.telling.words import arrangement_words, meaning_notes
-from autopar.planner.precision import Allowed, Compression, Outer
+from autopar.planner.precision import LEARNT, Allowed, Compression, Outer
 from tests.planner.costs.step_factories import ARRANGEMENT, LAYER, SILENT
 from tests.planner.plan.searches import declared, planned, two_nodes
 from tests.planner.subjects import zoo_graph
 
+ROOT = Path(__file__).parents[4]
 GPT2 = ("gpt2.py", "size=124m", "layers=2")
 LOCAL = replace(ARRANGEMENT, data=4, shard=2, sync_every=8, outer=Outer.NESTEROV)
 
@@ -122,6 +125,44 @@ def test_demanded_local_steps_are_taken_everywhere() -> None:
     assert (plan.arrangement.sync_every, plan.arrangement.outer) == (100, Outer.AVERAGE)
     assert "100 local steps (average)" in arrangement_words(plan.arrangement)
     assert any("not the training of one device" in note for note in meaning_notes(plan))
+
+
+def test_lossy_gradients_are_told_with_what_small_models_have_learnt() -> None:
+    plan = found(FAST, choices__compressed_gradients="powersgd", pins__dp=4)
+    (note,) = [one for one in meaning_notes(plan) if "gradients" in one]
+    assert "by PowerSGD, as was allowed" in note
+    assert "1.6226 instead of 1.5199 (gpt2)" in note
+
+
+# the columns of the docs' tables: as it is, and with a choice
+COLUMNS = {
+    Compression.INT8: ("as it is", "int8"),
+    Compression.POWERSGD: ("as it is", "PowerSGD"),
+    Outer.NESTEROV: ("every step", "50 local steps, Nesterov"),
+    Outer.AVERAGE: ("every step", "50 local steps, averaged"),
+}
+
+
+@pytest.mark.parametrize("choice", LEARNT)
+def test_losses_that_are_told_are_those_of_the_docs(choice: Compression | Outer) -> None:
+    lines = (ROOT / "docs" / "slow-networks.md").read_text(encoding="utf-8").splitlines()
+    tables = [list(map(cells, group)) for is_row, group in groupby(lines, is_of_table) if is_row]
+    (table,) = [
+        one for one in tables if "loss" in " ".join(one[0]) and COLUMNS[choice][1] in one[0]
+    ]
+    places = [table[0].index(name) for name in COLUMNS[choice]]
+    shown = {row[0]: tuple(row[place] for place in places) for row in table[2:]}
+    assert {name: (f"{whole:.4f}", f"{own:.4f}") for name, whole, own in LEARNT[choice]} == {
+        name: pair for name, pair in shown.items() if "not run" not in pair
+    }
+
+
+def is_of_table(line: str) -> bool:
+    return line.startswith("|")
+
+
+def cells(line: str) -> list[str]:
+    return [one.strip() for one in line.strip("|").split("|")]
 
 
 def test_demanded_parts_are_printed_and_told() -> None:

@@ -1,18 +1,57 @@
-"""Checks the layouts of a plan against the table of conversions, and says how tensors are cut."""
+"""Solves layouts, checks them against the table of conversions, and says how tensors are cut."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
 from autopar.planner.axes.infer import GraphAxes
+from autopar.planner.cluster.shape import GroupShape
 from autopar.planner.errors import gathered
 from autopar.planner.graph.graph import Graph
 from autopar.planner.graph.layouts import WHOLE, Layout, LayoutKind, OpLayout, ParameterLayout
 from autopar.planner.graph.ops import Op
 from autopar.planner.layers import Layers
-from autopar.planner.programs.layouts.edges import Conversions, crossing_tensors
-from autopar.planner.programs.layouts.rules import Slots, find_slots, own_layouts
+from autopar.planner.programs.layouts.building import LayoutInput
+from autopar.planner.programs.layouts.choice import (
+    MOST_NODES,
+    Budget,
+    LayoutProgram,
+    LayoutSolution,
+)
+from autopar.planner.programs.layouts.edges import Conversions, LayoutPricer, crossing_tensors
+from autopar.planner.programs.layouts.rules import (
+    FREE,
+    LayoutRules,
+    Slots,
+    find_slots,
+    own_layouts,
+)
 from autopar.planner.programs.layouts.strategies import Parts, parts_of, strategies
+from autopar.planner.programs.solver import SolverName
+
+_WHOLE_FRONT = Budget()
+
+
+def solve_layouts(
+    graph: Graph,
+    axes: GraphAxes,
+    layers: Layers,
+    pricer: LayoutPricer,
+    *,
+    degree: int,
+    shape: GroupShape,
+    rules: LayoutRules = FREE,
+    budget: Budget = _WHOLE_FRONT,
+    microbatches: int = 1,
+    most_nodes: int = MOST_NODES,
+    solver: SolverName | None = None,
+) -> tuple[LayoutSolution, ...]:
+    """Return the Pareto-optimal layouts, the fastest first."""
+    place = LayoutInput(
+        graph=graph, axes=axes, layers=layers, pricer=pricer, degree=degree, shape=shape,
+        rules=rules, microbatches=microbatches,
+    )  # fmt: skip
+    return LayoutProgram(place, budget, most_nodes=most_nodes, solver=solver).front()
 
 
 def parameter_parts(

@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from autopar.planner.axes.infer import infer_axes
 from autopar.planner.cluster.shape import GroupShape
 from autopar.planner.layers import find_layers
-from autopar.planner.programs.layouts.choice import Budget, solve_layouts
+from autopar.planner.programs.layouts.choice import Budget
 from autopar.planner.programs.layouts.rules import find_slots
 from autopar.planner.trace import trace
 from tests.codegen.forward.small_models import file_of
+from tests.planner.programs.layouts.layout_checks import solve_layouts
 from tests.planner.programs.layouts.random_pricer import RandomPricer
 
 

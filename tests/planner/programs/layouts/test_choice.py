@@ -11,16 +11,12 @@ from hypothesis import strategies as st
 from autopar.planner.cluster.shape import GroupShape
 from autopar.planner.programs.layouts import program as layout_model
 from autopar.planner.programs.layouts.building import LayoutInput
-from autopar.planner.programs.layouts.choice import (
-    Budget,
-    LayoutProgram,
-    LayoutSolution,
-    solve_layouts,
-)
+from autopar.planner.programs.layouts.choice import Budget, LayoutProgram, LayoutSolution
 from autopar.planner.programs.layouts.rules import FREE, find_slots
 from autopar.planner.programs.solver import SolverName
 from tests.cells import examples
 from tests.planner.programs.brute_force import BruteForce
+from tests.planner.programs.layouts.layout_checks import solve_layouts
 from tests.planner.programs.layouts.random_pricer import RandomPricer
 from tests.planner.programs.layouts.small_graphs import SmallModel, Step, small_model
 

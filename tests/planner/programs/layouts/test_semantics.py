@@ -14,10 +14,10 @@ from autopar.planner.cluster.shape import GroupShape
 from autopar.planner.graph.graph import Graph
 from autopar.planner.graph.layouts import WHOLE, LayoutKind, OpLayout
 from autopar.planner.layers import Layers, find_layers
-from autopar.planner.programs.layouts.choice import Budget, LayoutSolution, solve_layouts
+from autopar.planner.programs.layouts.choice import Budget, LayoutSolution
 from autopar.planner.programs.layouts.rules import find_slots
 from tests.cells import cells
-from tests.planner.programs.layouts.layout_checks import check
+from tests.planner.programs.layouts.layout_checks import check, solve_layouts
 from tests.planner.programs.layouts.layout_interpreter import Interpreter, tensors_from_outside
 from tests.planner.programs.layouts.random_pricer import RandomPricer
 from tests.planner.subjects import zoo_file, zoo_graph

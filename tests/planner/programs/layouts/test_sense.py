@@ -18,9 +18,9 @@ from autopar.planner.graph.graph import Graph
 from autopar.planner.graph.layouts import WHOLE, OpLayout, ParameterLayout, conversion, split
 from autopar.planner.layers import Layers, find_layers
 from autopar.planner.precision import Precision
-from autopar.planner.programs.layouts.choice import Budget, LayoutSolution, solve_layouts
+from autopar.planner.programs.layouts.choice import Budget, LayoutSolution
 from autopar.planner.programs.layouts.rules import LayoutPin, LayoutRules
-from tests.planner.programs.layouts.layout_checks import check, parameter_parts
+from tests.planner.programs.layouts.layout_checks import check, parameter_parts, solve_layouts
 from tests.planner.subjects import zoo_graph
 
 DEGREE = 8
