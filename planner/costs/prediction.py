@@ -281,7 +281,7 @@ class LayerCost:
     optimizer_bytes: int
     replicated_gradient_bytes: int  # of R parameters: all-reduced over the tensor axis once a step
     measured_seconds: float  # the measured part of forward and backward; the rest is by formula
-    whole_gradient_bytes: int = 0  # gradients that tensor ranks or stages add up: sent uncompressed
+    whole_gradient_bytes: int = 0  # of these and of tied weights: compression sends them whole
     thin_gradient_bytes: int = 0  # of the other gradients, as PowerSGD sends them
     float8_elements: int = 0  # of weights that can be gathered in float8 instead of 16 bits
     trainable_tensors: int = 0  # tensors that contain the trainable elements
@@ -289,7 +289,7 @@ class LayerCost:
     # without that weight's gradient; negative if later ops have freed more
     learning_bytes: int = 0
     learned_gradient_bytes: int = 0  # fp32 bytes of that weight's gradient
-    early_gradient_bytes: int = 0  # of saved_bytes: of weights, by a loss in chunks
+    early_gradient_bytes: int = 0  # of saved_bytes: gradients that a loss in chunks makes early
     # gradients of weights shared with other layers: later layers made them, earlier ones add theirs
     waiting_gradient_bytes: int = 0
     deferred_bytes: int = 0  # held by a split backward from its first half to its second

@@ -48,6 +48,13 @@ _WITH_DROPOUT = (
 )  # fmt: skip
 
 
-def shares_dropout(model: str, kind: str) -> bool:
-    """Whether tensor ranks draw numbers of their own: the generators are seeded between graphs."""
-    return KINDS[kind].tensor is not None and model in _WITH_DROPOUT
+_BREAKS_IN_PROOF = {("transformer_lm", "pp")}  # an attention's unflatten, in the proof's mode only
+
+
+def breaks_graphs(model: str, kind: str) -> bool:
+    """Whether graphs may break: as in the proof, or because tensor ranks draw their own numbers.
+
+    The generators of such ranks are seeded between graphs.
+    """
+    shares_dropout = KINDS[kind].tensor is not None and model in _WITH_DROPOUT
+    return shares_dropout or (model, kind) in _BREAKS_IN_PROOF

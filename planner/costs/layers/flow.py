@@ -364,10 +364,7 @@ def result_bytes(flow: LayerFlow, one: PlacedOp) -> int:
 
 
 def working_bytes(flow: LayerFlow, one: PlacedOp) -> int:
-    """Return the bytes of an op's results and of gradients of its inputs.
-
-    A loss needs more, and so does a product in float8.
-    """
+    """Return the bytes of an op's results and its inputs' gradients, and more for some ops."""
     if rule_of(one.op.target).traffic is Traffic.NONE:
         return 0
     pricer, tensors = flow.pricer, flow.pricer.graph.tensors

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import product
+from math import inf
 
 from autopar.planner.annotate import state_of
 from autopar.planner.cluster.shape import Kind, RowShare
@@ -265,6 +266,8 @@ class Bounds:
             return (self.of_any(arrangement),)
         if key not in self._trading:
             row, limits = self._row_of_any(*key), self.costing.weight_limits(arrangement)
+            if limits[-1].most_bytes == inf:  # no layout of small weights is known
+                return (self.of_any(arrangement),)
             smaller = (*(one.most_bytes for one in limits[1:]), limits[-1].most_bytes)
             pairs = zip(limits, smaller, strict=True)
             self._trading[key] = tuple(self._between(row, *pair) for pair in pairs)
