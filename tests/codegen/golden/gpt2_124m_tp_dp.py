@@ -28,7 +28,7 @@ Why this plan: this plan has simpler layouts than the fastest one, and its step 
 The fastest plan found takes 34.35 ms, and none of the 20 arrangements is faster than that. In this
 plan, compute + optimizer takes 82% of the step.
 """
-# Written by autopar 0.2.0 (checksum 7687530cec7dc077, plan 2bdafbeb1ee64c2d).
+# Written by autopar 0.2.0 (checksum 7687530cec7dc077, plan e9ec21c890184c02).
 # Once you edit this file, autopar overwrites it only with --force.
 
 import sys

@@ -25,7 +25,7 @@ Memory of the fullest device: 11 GiB of 68.8 GiB (16%)
 
 Why this plan: none of the 20 arrangements is faster; compute + optimizer takes 76% of the step.
 """
-# Written by autopar 0.2.0 (checksum 9afd6ae5dad363ed, plan 0f37d22d68fb9d1d).
+# Written by autopar 0.2.0 (checksum 9afd6ae5dad363ed, plan 4cecdd5d0b274774).
 # Once you edit this file, autopar overwrites it only with --force.
 
 import sys
