@@ -217,8 +217,8 @@ class Outer(StrEnum):
         return one
 
 
-# Losses of models after 300 steps: as they are without the choice, and with it. Local steps are 50.
-# The tables of docs/slow-networks.md say how they were trained.
+# Losses of models after 300 steps: as they are without the choice, and with it. The tables of
+# docs/slow-networks.md say how they were trained.
 LEARNT: Mapping[StrEnum, tuple[tuple[str, float, float], ...]] = MappingProxyType(
     {
         Compression.INT8: (
@@ -240,4 +240,6 @@ LEARNT: Mapping[StrEnum, tuple[tuple[str, float, float], ...]] = MappingProxyTyp
 def learnt_words(choice: Compression | Outer) -> str:
     """Say what small models have learnt with a choice, and without it."""
     told = (f"{own:.4f} instead of {whole:.4f} ({name})" for name, whole, own in LEARNT[choice])
-    return f"Losses after 300 steps of small models: {', '.join(told)}; see docs/slow-networks.md."
+    how = ", with 50 local steps and whole outer steps" if isinstance(choice, Outer) else ""
+    after = f"Losses of small models after 300 steps{how}"
+    return f"{after}: {', '.join(told)}; see docs/slow-networks.md."

@@ -17,9 +17,12 @@ from autopar.planner.findings.loss import Follows, loss_of_parts
 from autopar.planner.plan.plan import Plan
 from autopar.runtime.optimizer.outer import parts_of_model
 
-# local steps of a round, for each part of the model, in place of a script's own number, so that
-# outer steps are seen
-STEPS_COMPARED = 2
+STEPS_COMPARED = 2  # local steps for each part of the model, so that outer steps are seen
+
+
+def short_round(parts: int, delay: int) -> tuple[int, int]:
+    """Return the local steps of a round, and the delay, as they are compared: both small."""
+    return STEPS_COMPARED * parts, min(delay, STEPS_COMPARED - 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +75,7 @@ def local_steps(plan: Plan) -> LocalSteps:
     arranged = plan.arrangement
     each = arranged.rows or (arranged.microbatch,) * arranged.data
     ends = [0, *accumulate(each)][:: arranged.shard]
+    every, delay = short_round(arranged.outer_parts, plan.prediction.outer_delay)
     starts = range(0, arranged.global_batch, arranged.block)
     return LocalSteps(
         rows=tuple(
@@ -81,9 +85,9 @@ def local_steps(plan: Plan) -> LocalSteps:
         sums_rows=loss_of_parts(plan.graph).follows is Follows.SUM,
         rate=arranged.outer.rate,
         momentum=arranged.outer.momentum,
-        every=STEPS_COMPARED * arranged.outer_parts,
+        every=every,
         parts=arranged.outer_parts,
-        delay=min(plan.prediction.outer_delay, STEPS_COMPARED - 1),
+        delay=delay,
     )
 
 

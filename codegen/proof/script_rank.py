@@ -38,7 +38,7 @@ from autopar.codegen.proof.exactness import (
     trained_tensors,
     wide_copy,
 )
-from autopar.codegen.proof.replicas import STEPS_COMPARED
+from autopar.codegen.proof.replicas import short_round
 from autopar.runtime import optimizer
 from autopar.runtime.checkpointing.owners import local_weights, named_tensors
 from autopar.runtime.data_parallel.averaging import NOTHING
@@ -121,8 +121,8 @@ def run_script(
     ):
         script: Any = imported(Path(path))
     if hasattr(script, "SYNC_EVERY"):
-        script.SYNC_EVERY = STEPS_COMPARED * getattr(script, "OUTER_PARTS", 1)
-        script.OUTER_DELAY = min(getattr(script, "OUTER_DELAY", 0), STEPS_COMPARED - 1)
+        own = getattr(script, "OUTER_PARTS", 1), getattr(script, "OUTER_DELAY", 0)
+        script.SYNC_EVERY, script.OUTER_DELAY = short_round(*own)
     if not compresses:
         script.COMPRESS = NOTHING
     dtype = getattr(torch, dict(pairwise(arguments)).get("--dtype", script.DTYPE))

@@ -23,7 +23,7 @@ from autopar.codegen.proof.plain import Task, TrainedAlone, task_of, train_alone
 from autopar.codegen.proof.plain_half import PlainHalf, train_in_half
 from autopar.codegen.proof.plain_sums import RowsMeetError, rounding_note
 from autopar.codegen.proof.pretended_device import device_draw_faults
-from autopar.codegen.proof.replicas import STEPS_COMPARED
+from autopar.codegen.proof.replicas import short_round
 from autopar.codegen.proof.script_rank import Job
 from autopar.codegen.script.render import FILE_NAME
 from autopar.codegen.subject import subject_of
@@ -208,7 +208,7 @@ def verify(
     half_steps = steps_in_half(plan, half_steps, steps)
     if task.local is not None:
         local = replace(task.local, counting_script=str(script.path), **script.outer)
-        every, delay = STEPS_COMPARED * local.parts, min(local.delay, STEPS_COMPARED - 1)
+        every, delay = short_round(local.parts, local.delay)
         steps, half_steps = -(-max(steps, 2 * every) // every) * every, 0
         task = replace(task, steps=steps, local=replace(local, every=every, delay=delay))
     begun = time.monotonic()
@@ -233,7 +233,7 @@ def verify(
     notes = (
         *notes,
         *_notes_on_types(plan),
-        *_local_notes(plan),
+        *_local_notes(plan, task),
         *not_compressed,
         *not_compiled,
         *more,
@@ -241,13 +241,12 @@ def verify(
     return replace(comparison, faults=(*comparison.faults, *faults), notes=notes)
 
 
-def _local_notes(plan: Plan) -> Iterator[str]:
+def _local_notes(plan: Plan, task: Task) -> Iterator[str]:
     """Yield a note on how local steps are compared."""
-    if plan.arrangement.is_local:
+    if task.local is not None:
         yield (
-            "one process played all replicas; outer steps follow after "
-            f"{STEPS_COMPARED * plan.arrangement.outer_parts} local steps, not after "
-            f"{plan.arrangement.sync_every}, and float64 alone is compared"
+            f"one process played all replicas; outer steps follow after {task.local.every} local "
+            f"steps, not after {plan.arrangement.sync_every}, and float64 alone is compared"
         )
 
 

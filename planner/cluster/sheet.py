@@ -36,7 +36,8 @@ LINK_KEYS = (
     "ports_per_device",
     "backend",
 )
-FABRIC_KEYS = (*(key for key in LINK_KEYS if key != "ports_per_device"), "cards_per_device")
+_OF_NODES = ("ports_per_device", "backend")  # the devices choose the backend of a network, too
+FABRIC_KEYS = (*(key for key in LINK_KEYS if key not in _OF_NODES), "cards_per_device")
 DEVICE_KEYS = (
     *("aliases", "vendor", "architecture", "memory", "memory_bandwidth", "peak", "link", "bridge"),
     *(

@@ -80,6 +80,11 @@ BAD = {
         "'star' is not known",
         "line 10",
     ),
+    "a backend of the network's own": (
+        TWO_NODES + NETWORK + 'backend = "gloo"',
+        "unknown key 'backend'",
+        "line 10",
+    ),
     "a section of the wrong kind": ("nodes = 3", "no nodes", "x"),
     "no bridge": (TWO_NODES + "bridged = true", "bridge", "line 5"),
     "an incomplete device": (

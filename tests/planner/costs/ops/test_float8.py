@@ -21,6 +21,7 @@ from autopar.planner.plan.declared.constraints import Constraints, constraints_o
 from autopar.planner.plan.declared.settings import declare
 from autopar.planner.plan.search.demands import check_float8
 from autopar.planner.precision import Float8, Precision
+from autopar.runtime.data_parallel import wrapping
 from tests.planner.costs.ops.op_factories import (
     device,
     known,
@@ -156,3 +157,7 @@ def test_float8_is_compiled_and_in_16_bits(other: dict[str, str]) -> None:
     assert asked(float8="rowwise").compile == "layers"
     with pytest.raises(InputError, match=r"float8 rowwise \(--float8\).* exclude each other"):
         asked(float8="rowwise", **other)
+
+
+def test_scripts_gather_the_weights_that_are_priced_so() -> None:
+    assert set(wrapping._GATHERED) == {one.value for one in Float8 if one.gathers}

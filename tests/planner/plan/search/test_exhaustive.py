@@ -15,8 +15,9 @@ from autopar.planner.costs.ops.measurements import HostTimes
 from autopar.planner.costs.prediction import Arrangement
 from autopar.planner.plan.declared.limits import with_batch
 from autopar.planner.plan.search.search import Explorer
-from autopar.planner.plan.solving.costing import SearchSubject
+from autopar.planner.plan.solving.costing import PriceBook, SearchSubject
 from autopar.planner.profile.measured import MeasuredFile, MeasuredHost
+from autopar.planner.programs.layouts.program import WeightLimit
 from tests.cells import cells
 from tests.planner.plan.plans import parts_of
 from tests.planner.plan.searches import declared
@@ -169,3 +170,15 @@ def test_every_case_has_something_to_choose(case: Case) -> None:
     values = {one.value for one in solved(case)}
     assert len(values) > 10
     assert min(values) < inf
+
+
+def test_without_a_limit_of_weights_bounds_within_memory_stay(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    unlimited = WeightLimit(most_bytes=inf, least_seconds=0.0)
+    monkeypatch.setattr(PriceBook, "weight_limits", lambda *_: (unlimited,))
+    every = explorer(Case(model=("gpt2.py",), gpus=2, batch=8, memory="80%", tensor=2))
+    variants = [one for point in every.points for one in every.points.variants(point)]
+    assert variants
+    for one in variants:
+        assert every.bounds.trading(one) == every.bounds.within_memory(one)
