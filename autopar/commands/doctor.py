@@ -24,7 +24,7 @@ TRIED_TORCH = (2, 15)  # the latest version that the tests have run with
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """A requirement of autopar, and what was found; `fix` is advice, even if nothing is missing."""
+    """A part that was examined, and what was found; `fix` is advice, even if nothing is missing."""
 
     name: str
     found: str
@@ -168,7 +168,7 @@ def _process_groups() -> Finding:
 
 
 def _solver() -> Finding:
-    """Solve a program with one variable, and return whether that worked."""
+    """Solve a program of one variable; return the solver, and whether it worked."""
     import pulp
 
     from autopar.planner.programs.solver import Solved, default_solver, new_program, solve

@@ -188,7 +188,7 @@ def _remarks(inspection: Inspection) -> Iterator[Text]:
         )
 
 
-_MOST_OPS = 12
+_MOST_OPS = 12  # the most ops in the table of slowest ops
 
 
 def profile_summary(
@@ -286,14 +286,14 @@ _MOST_SHOWN = 8  # the most tensors of one kind that are listed
 
 
 def time_text(seconds: float) -> str:
-    """Return a time since 1970 in local time."""
+    """Return seconds since 1970 as a local date and time."""
     return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S")
 
 
 def list_page(
     kept: Sequence[KeptCheckpoint], others: Sequence[tuple[Location, str]]
 ) -> Iterator[RenderableType]:
-    """Yield a table of the checkpoints, then the other folders."""
+    """Yield a table of the checkpoints, then their faults, then the other folders."""
     best = best_of(one.folder for one in kept)
     evaluation = () if best is None else ("evaluation",)
     columns = ("checkpoint", "step", "rows", "written", "size", "plan", *evaluation, "")
@@ -335,10 +335,10 @@ def _faults(kept: Sequence[KeptCheckpoint]) -> Iterator[Text]:
 
 
 def difference_page(found: CheckpointDifference, *, every: bool) -> Iterator[RenderableType]:
-    """Yield the differing tensors, kind by kind, the largest differences first."""
+    """Yield the tensors that differ, the largest differences first, then the numbers that do."""
     for kind in dict.fromkeys(one.kind for one in found.tensors):
         own = [one for one in found.tensors if one.kind == kind]
-        yield from _kind(kind, own, every=every)
+        yield from _page_of_kind(kind, own, every=every)
     for kind, count in Counter(one.kind for one in found.numbers).items():
         first = next(one for one in found.numbers if one.kind == kind)
         values = f"{first.name}: {first.before} in A, {first.after} in B"
@@ -349,7 +349,7 @@ def difference_page(found: CheckpointDifference, *, every: bool) -> Iterator[Ren
         yield Text("Equal to the last bit.")
 
 
-def _kind(
+def _page_of_kind(
     kind: str, tensors: Sequence[TensorDifference], *, every: bool
 ) -> Iterator[RenderableType]:
     differing = sorted((one for one in tensors if not one.is_equal), key=_order)

@@ -27,7 +27,7 @@ from autopar.runs.run_record import METRICS, read_record
 from autopar.runtime.ranks.metrics import Event, parsed
 from autopar.runtime.ranks.options import MOST_STEPS
 
-_END_BYTES = 2**16  # of a file's end: enough to contain the last step
+_END_BYTES = 2**16  # how much of a file's end is read for the last step
 _MOST_BYTES = 2**30
 Step = Annotated[int, Ge(0), Le(MOST_STEPS)]
 Rank = Annotated[int, Ge(0), Le(2**31)]
@@ -35,7 +35,7 @@ Reading = float | str | None  # nan and inf are strings
 
 
 class _Record(BaseModel):
-    """The fields of all kinds of lines. Later versions may add more."""
+    """The fields that every kind of line has. Later versions may add others."""
 
     model_config = ConfigDict(
         extra="allow", strict=True, allow_inf_nan=False, str_max_length=100_000
@@ -86,12 +86,12 @@ class EventRecord(_Record):
     why: str | None = None
 
 
-class _KeptRecord(EventRecord):
+class _KeptRecord(EventRecord):  # a checkpoint was written
     seconds: Seconds
     waited_seconds: Seconds | None = None
 
 
-class _ProfiledRecord(EventRecord):
+class _ProfiledRecord(EventRecord):  # a step was profiled
     step: Step
     ranks: list[_RankRecord]
 
@@ -111,7 +111,7 @@ class Lines:
 
 
 def read_lines(path: Path, *, start: int = 0) -> Lines:
-    """Read a file from an offset; lines that are not JSON, as after a kill, are ignored."""
+    """Read a file from an offset; lines that are not JSON (cut off by a kill) are ignored."""
     found, faults = [], []
     for number, line in enumerate(_content(path, start).splitlines(), start=1):
         try:
@@ -234,9 +234,9 @@ class RunFigure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Analysis:
-    """A run compared with its plan, mostly by medians of step lines (except warm-up lines)."""
+    """A run compared with its plan, mostly by medians over the step lines after the warm-up."""
 
-    lines: int
+    lines: int  # step lines that are compared
     fastest_seconds: float
     slowest_seconds: float
     is_on_planned_device: bool
@@ -255,7 +255,7 @@ class AnalyzedRun:
 
 
 def metrics_of(run: Path) -> Path:
-    """Return the metrics of a run, given by its folder, a job's folder, or the file itself."""
+    """Return the path of a run's metrics; `run` is a run's or job's folder, or the file itself."""
     record = read_record(run)
     if record is not None:
         return record.metrics_in(run)
@@ -305,7 +305,7 @@ def analyze(plan: StoredPlan, lines: Sequence[dict[str, Any]]) -> Analysis | Non
 
 
 def steady_steps(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the step lines except the first after each start (warm-up), if there are others."""
+    """Return all step lines but the first after each start; just those if there are no others."""
     steady: list[dict[str, Any]] = []
     warming: list[dict[str, Any]] = []
     is_first = True
@@ -379,11 +379,11 @@ def _stage_figures(
     plan: StoredPlan, rank: int, ranks: Sequence[dict[str, Any]]
 ) -> Iterator[RunFigure]:
     """Yield the times of a microbatch's forward and backward in each stage of a pipeline rank."""
-    order = list(ActionKind)
-    places = {"forward": 0, "backward": order.index(backward_of(plan))}
+    kinds = list(ActionKind)
+    actions = {"forward": 0, "backward": kinds.index(backward_of(plan))}
     for place, number in enumerate(numbers_of_stages(plan, rank)):
         predicted = plan.prediction.stages[number].action_seconds
-        for name, action in places.items():
+        for name, action in actions.items():
             parts = [one["parts"][place] for one in ranks if place < len(one.get("parts", ()))]
             found = [one[f"{name}_seconds"] for one in parts]
             measured = [float(seconds) for seconds in found if seconds is not None]

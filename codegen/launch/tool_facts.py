@@ -34,7 +34,7 @@ class ToolSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockStage:
-    """A stage as tools count it: blocks of the model, and the layers before and after all blocks.
+    """A stage as tools count it: its blocks, and its layers before and after the first block.
 
     `modes` are the recompute modes of the blocks.
     """
@@ -58,7 +58,7 @@ class ToolFacts:
     arrangement: Arrangement
     nodes: int
     stages: tuple[BlockStage, ...]
-    between: tuple[str, ...]  # layers between the blocks, which no tool knows
+    between: tuple[str, ...]  # layers between two blocks, where tools have none
     modes_outside: tuple[tuple[str, Recompute], ...]  # of layers outside the blocks
     whole_weights: tuple[str, ...]
     crossing: tuple[str, ...]  # the split axes of activations between blocks; "" for whole ones
@@ -146,7 +146,7 @@ def _stages(
     plan: Plan, numbers: Sequence[int | None], calls: Sequence[str]
 ) -> Iterator[BlockStage]:
     """Yield the stages in the order of the model."""
-    modes, middle = plan.layer_modes, next((n for n, one in enumerate(numbers) if one == 0), 0)
+    modes, first_block = plan.layer_modes, next((n for n, one in enumerate(numbers) if one == 0), 0)
     for stage in sorted(plan.stages, key=lambda one: one.first):
         places = range(stage.first, stage.first + stage.count)
         own = [(number, modes[place]) for place in places if (number := numbers[place]) is not None]
@@ -154,8 +154,8 @@ def _stages(
         yield BlockStage(
             blocks=tuple(number for number, _ in own),
             modes=tuple(mode for _, mode in own),
-            before=tuple(calls[place] for place in outside if place < middle),
-            after=tuple(calls[place] for place in outside if place > middle),
+            before=tuple(calls[place] for place in outside if place < first_block),
+            after=tuple(calls[place] for place in outside if place > first_block),
         )
 
 
@@ -177,7 +177,7 @@ def _between_blocks(plan: Plan, layers: Layers) -> Iterator[Layout]:
 
 
 def price(facts: ToolFacts, **wanted: object) -> str:
-    """Return in words the step time of a known plan with these values in its arrangement, or ""."""
+    """Return words on the step time of a known plan whose arrangement has these values, or ""."""
     for one in facts.known:
         if all(getattr(one.arrangement, name) == value for name, value in wanted.items()):
             words = degrees_words(one.arrangement).replace(" · ", " + ")

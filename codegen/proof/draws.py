@@ -1,8 +1,8 @@
 """Records the random numbers of a training, and compares trainings by them.
 
 Equal generator states give equal numbers, so states are compared in place of numbers. The checks:
-as many numbers are independent as in one process; two modules share numbers only if they do so in
-one process; a recomputed layer draws the same numbers again; and the script's seed decides all.
+a script draws as many independent numbers as one process; its modules share numbers only if modules
+of one process do; a recomputed layer draws the same numbers again; the script's seed decides all.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autopar.runtime.ranks import randomness
 
 _OUR_FILES = str(Path(__file__).parent)
-_PASSED = (str(Path(torch.__file__).parent), _OUR_FILES, "<")  # frames outside of the model
+_SKIPPED = (str(Path(torch.__file__).parent), _OUR_FILES, "<")  # files that are not the model's
 _SEEDING = "seeding"
 
 
@@ -39,7 +39,7 @@ class NotedDraw:
     numbers: int
     state: str
     is_again: bool  # in a backward that recomputes a layer
-    is_seeded: bool
+    is_seeded: bool  # the script has seeded its generator
 
     @property
     def seeds_a_split(self) -> bool:
@@ -73,7 +73,7 @@ class Drawing(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run an op, hidden from Python function modes, and record what it drew."""
+        """Run an op without Python function modes, and record what it drew."""
         del types
         with torch._C.DisableTorchFunction():
             return self._called(func, args, kwargs or {})
@@ -106,7 +106,7 @@ class Drawing(TorchDispatchMode):
         self.seen.append(_Seen(module, draw))
 
     def draws(self, parts: Iterable[nn.Module]) -> tuple[NotedDraw, ...]:
-        """Return the recorded draws, with names of modules in parts of a model."""
+        """Return the recorded draws; modules are named by their paths in these parts of a model."""
         names: dict[int, str] = {}
         for part in parts:
             for name, module in part.named_modules():
@@ -150,11 +150,11 @@ def _tensors(made: Any) -> Iterator[Tensor]:
 
 
 def _origin() -> tuple[nn.Module | None, str]:
-    """Return the innermost running module, and the innermost line outside of torch."""
+    """Return the innermost running module, and the innermost line of the model or script."""
     place, module = "", None
     for frame in _frames():
         file = frame.f_code.co_filename
-        if not place and not file.startswith(_PASSED) and "contextlib" not in file:
+        if not place and not file.startswith(_SKIPPED) and "contextlib" not in file:
             is_seeding = file == randomness.__file__
             place = _SEEDING if is_seeding else f"{Path(file).name}:{frame.f_lineno}"
         if module is None and frame.f_code.co_argcount:
@@ -177,7 +177,7 @@ _DROPOUT_MASK = "bernoulli_"  # makes a dropout's mask from the probability to k
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AxisSizes:
-    """How many ranks each axis has; the tensor axis is the fastest, the pipeline the slowest."""
+    """How many ranks each axis has; along the ranks, tensor changes fastest, pipeline slowest."""
 
     pipeline: int
     data: int
@@ -357,15 +357,15 @@ def _why(drawn: _Drawn, whole: int, axes: AxisSizes) -> str:
 def _for_all_rows(drawn: _Drawn, alone: Sequence[_Drawn], axes: AxisSizes) -> bool:
     """Whether parts of a batch draw separately what one process draws once for all rows."""
     parts = axes.data * axes.microbatches
-    each = drawn.independent == parts * sum(one.independent for one in alone)
+    is_repeated = drawn.independent == parts * sum(one.independent for one in alone)
     numbers = {count for one in alone for count in one.numbers.values()}
-    return each and set(drawn.numbers.values()) == numbers
+    return is_repeated and set(drawn.numbers.values()) == numbers
 
 
 def _shared(
     found: Mapping[Site, _Drawn], expected: Mapping[Site, _Drawn], axes: AxisSizes
 ) -> Iterator[tuple[str, str]]:
-    """Yield pairs of modules that draw the same numbers, but do not in one process."""
+    """Yield pairs of modules that draw equal numbers, which no two modules do in one process."""
     before = {state for states in _repeated(expected).values() for state in states}
     for (first, second), states in _repeated(found).items():
         if states - before:

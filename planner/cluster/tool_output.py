@@ -76,7 +76,7 @@ class FoundGpu:
 
 
 def gpus_in(text: str) -> tuple[FoundGpu, ...]:
-    """Return the GPUs that `nvidia-smi --query-gpu` lists; raise for GPUs in slices."""
+    """Return the GPUs that `nvidia-smi --query-gpu` lists; raises if one is divided into slices."""
     return tuple(_gpu(line) for line in text.splitlines() if line.strip())
 
 
@@ -102,8 +102,8 @@ class GpuWiring:
     """How the GPUs of a machine are joined.
 
     `links[i][j]` is the number of NVLinks from GPU i to GPU j. GPUs of one part reach each other
-    without crossing from one CPU to another. `cards` are network cards beside a GPU, `all_cards`
-    all of them.
+    without crossing from one CPU to another. `cards` are the network cards that a GPU reaches over
+    PCIe switches alone; `all_cards` are all.
     """
 
     links: tuple[tuple[int, ...], ...]
@@ -115,7 +115,7 @@ class GpuWiring:
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _CELL = re.compile(r"X|NV(?P<links>\d{1,3})|SYS|SOC|NODE|PHB|PXB|PIX", re.ASCII)
 _BETWEEN_CPUS = ("SYS", "SOC")
-_BESIDE = ("PIX", "PXB")  # a GPU and a card with at most PCIe switches between them
+_BESIDE = ("PIX", "PXB")  # between a GPU and a card there are only PCIe switches
 
 
 def wiring_in(text: str) -> GpuWiring:
@@ -216,7 +216,7 @@ def fields_in(line: str) -> Mapping[str, str]:
 
 
 def slurm_nodes_in(text: str, partition: str | None = None) -> FoundNodes:
-    """Return the nodes with GPUs that `scontrol --oneliner show nodes` lists."""
+    """Return the nodes with GPUs (of a partition) that `scontrol --oneliner show nodes` lists."""
     told = [fields for line in text.splitlines() if "NodeName" in (fields := fields_in(line))]
     if not told:
         raise InputError(f"scontrol shows no nodes: {shown(text.strip()) or 'it prints nothing'}")
@@ -256,7 +256,7 @@ def _slurm_node(fields: Mapping[str, str]) -> FoundNode | str:
 
 
 def _count(text: str, what: str) -> int:
-    """Return the number of devices in a text; raise if no cluster has so many."""
+    """Return the number of devices in a text; raises if it is no number, or a huge one."""
     if not re.fullmatch(r"\d{1,7}", text, re.ASCII) or int(text) > MOST_DEVICES:
         raise InputError(f"{what} are {shown(text)!r}", expected=f"at most {MOST_DEVICES:,}")
     return int(text)
@@ -283,8 +283,8 @@ _KIND_LABELS = (
     "cloud.google.com/gke-accelerator",
     "karpenter.k8s.aws/instance-gpu-name",
 )
-_SLICED = "nvidia.com/mig-"
-# Networks of the machines of clouds, by the first letters of the instance type.
+_SLICED = "nvidia.com/mig-"  # begins the names of resources that are slices of GPUs
+# Networks of rented machines, by how the names of their instance types begin.
 _RENTED = {
     "p4d": "efa1",
     "p5": "efa2",

@@ -104,13 +104,13 @@ class Index:
         ends = (self._memory(one, self.writers[one][-1]) for one in written)
         hidden = [self.places[op.name] for op in without]
         flow = nx.restricted_view(self._flow, hidden, ()) if hidden else self._flow
-        return self._met(flow.reverse(copy=False), wanted.union(ends))
+        return self._reached(flow.reverse(copy=False), wanted.union(ends))
 
     def reached_from(self, values: Iterable[str]) -> tuple[Op, ...]:
         """Return the ops that depend on some tensors, in order."""
-        return self._met(self._flow, set(values))
+        return self._reached(self._flow, set(values))
 
-    def _met(self, flow: nx.DiGraph, starts: Set[Any]) -> tuple[Op, ...]:
+    def _reached(self, flow: nx.DiGraph, starts: Set[Any]) -> tuple[Op, ...]:
         met = chain.from_iterable(nx.bfs_layers(flow, starts))
         return tuple(self._ops[at] for at in sorted(n for n in met if isinstance(n, int)))
 
@@ -188,11 +188,11 @@ class GraphBreak:
 class Graph:
     """A model with its loss; one trace serves every batch size.
 
-    If the model treats its batch size as a constant, `fixed_batch` is the only size that the graph
-    serves, and `fixed_at` is where. `recomputed_at` is where the model uses torch.utils.checkpoint,
-    `autocast_at` where it uses torch.autocast. `devices_meet_at` is where it combines a tensor on
-    the CPU with one on another device, which fails. `was_noticed`: the model could detect the
-    trace, so in training it may pass other arguments to its modules, such as no mask.
+    If the model makes its batch size a constant, at `fixed_at`, the graph serves only the size
+    `fixed_batch`. `recomputed_at` is where the model uses torch.utils.checkpoint, `autocast_at`
+    where it uses torch.autocast. `devices_meet_at` is where it combines a tensor on the CPU with
+    one on another device, which fails. `was_noticed`: the model could see that it was traced, so in
+    training it may pass other arguments to its modules, such as no mask.
     """
 
     ops: tuple[Op, ...]
@@ -217,7 +217,7 @@ class Graph:
     breaks: tuple[GraphBreak, ...] = ()  # of layers, which are therefore not compiled
 
     def learns(self, op: Op) -> bool:
-        """Whether gradients flow through an op, because one of its results requires a gradient."""
+        """Whether gradients flow through an op: one of its results requires a gradient."""
         return any(self.tensors[name].requires_grad for name in op.outputs)
 
     @property

@@ -46,7 +46,7 @@ def strides_of(
 
 
 def torch_dtype(name: str, precision: Precision) -> torch.dtype:
-    """Return the dtype that a dtype's name in the graph stands for in training."""
+    """Return torch's dtype for a name in the graph; the model's own dtype is the training's."""
     found = getattr(torch, precision.torch_name if name == MODEL_DTYPE else name)
     assert isinstance(found, torch.dtype)
     return found
@@ -140,21 +140,21 @@ def _inner_to_outer(shape: Sequence[int], strides: Sequence[int]) -> Iterator[in
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperandForm:
-    """A tensor that a probe reads, in the state that it has in training."""
+    """A tensor that a probe reads, as it is in training."""
 
     name: str
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: str
     requires_grad: bool
-    is_weight: bool  # last used a step ago; other tensors were just written by the previous op
-    below: int  # all integers are smaller: row indices of a table, classes
+    is_weight: bool  # then it was last used a step ago; others were just written by an op
+    below: int  # its integers are smaller than this: rows of a table, classes
     spacing: int = 0  # if not 0, the integers rise by it from 0: the starts of bags
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """An op on one rank, ready to be called; the model uses it `uses` times."""
+    """An op on one rank, ready to be called; `uses` ops, or splits of ops, have its key."""
 
     key: OpKey
     op: Op
@@ -171,14 +171,14 @@ class Probe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _FirstOp:
-    """The first op that has a key, and how it is split."""
+    """The first op found for a key, and how it is split."""
 
     op: Op
     split: OpSplit | None
 
 
 def find_probes(pricer: OpPricer, *, degrees: Sequence[int]) -> tuple[Probe, ...]:
-    """Return a probe per key, unsplit ops first; an op that moves nothing (a view) has none."""
+    """Return a probe per key, unsplit ops first; some ops need none (`_needs_no_probe`)."""
     whole: dict[OpKey, _FirstOp] = {}
     split: dict[OpKey, _FirstOp] = {}
     uses: dict[OpKey, int] = {}
@@ -284,9 +284,9 @@ def _below(shapes: LocalShapes) -> int:
 
 
 def _spacing(shapes: LocalShapes, name: str) -> int:
-    """Return the number of entries per bag, for the tensor of bags' starts."""
+    """Return the number of entries per bag for the tensor of bags' starts, 0 for others."""
     given = dict(shapes.op.arguments)
     if name not in refs(given.get("offsets")):
         return 0
-    words = next(refs(given.get("indices")))
-    return max(1, shapes.numel(words) // max(1, shapes.numel(name)))
+    entries = next(refs(given.get("indices")))
+    return max(1, shapes.numel(entries) // max(1, shapes.numel(name)))

@@ -111,7 +111,7 @@ def profile(
 
 @contextmanager
 def as_in_training(place: ProfiledDevice, precision: Precision) -> Iterator[None]:
-    """Round products as scripts do, and use as many threads of a CPU as a rank under torchrun."""
+    """Multiply as precisely as scripts do, with as many CPU threads as a rank under torchrun."""
     before, products = torch.get_num_threads(), torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision.products or products)
     if place.torch_name == "cpu":
@@ -235,7 +235,7 @@ def _dispatch(device: str) -> tuple[float, float]:
 
 
 def _frame(device: str) -> tuple[float, float]:
-    """Return the seconds of a forward or backward, and of an optimizer step, of almost no work."""
+    """Return the seconds of an action (a forward or backward), and of a step, of almost no work."""
     model = _Block(device)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     x = torch.zeros(1, device=device)

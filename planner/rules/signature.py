@@ -2,8 +2,8 @@
 
 A pattern such as `input … i, weight o i, bias? o -> … o` names each tensor argument and its dims.
 Dims with the same letter are the same axis. `…` stands for any number of dims, aligned on the right
-and broadcast; `[d]` is a letter that may not be split; `g·c` is one dim that flattens two, of which
-the first has the size of the argument `groups`; `?` marks an optional tensor.
+and broadcast; `[d]` and `[…]` may not be split; `1` has no letter; `g·c` is one dim that flattens
+two, of which the first has the size of the argument `groups`; `?` marks an optional tensor.
 """
 
 from __future__ import annotations
@@ -213,14 +213,14 @@ class Case:
         return self.tensors[tensor].shape
 
     def argument(self, *names: str) -> Value:
-        """Return the first of these arguments that the op has."""
+        """Return the first of these arguments that the op has, or None."""
         for key, value in self.op.arguments:
             if key in names:
                 return value
         return None
 
     def number(self, *names: str, default: int = 0) -> int:
-        """Return an integer argument."""
+        """Return an integer argument, or the default if the op has none."""
         value = self.argument(*names)
         return value if isinstance(value, int) else default
 
@@ -272,7 +272,7 @@ def names_of(*dims: Dim) -> frozenset[str]:
 class Pattern:
     """A parsed pattern."""
 
-    operands: tuple[tuple[str, bool, tuple[str, ...]], ...]
+    operands: tuple[tuple[str, bool, tuple[str, ...]], ...]  # name, is optional, letters
     results: tuple[tuple[str, ...], ...]
 
     @staticmethod

@@ -161,7 +161,7 @@ class Values:
         return f"<{node.name}>"
 
     def _own_tensor(self, node: fx.Node, scope: Scope) -> Value:
-        """Return the tensor of module `site` for a node of the template's parameter or buffer."""
+        """Return the tensor at `site` for a node that is the template's parameter or buffer."""
         spec = self.specs.get(node.name)
         if spec is None:  # an input of a no_grad or autocast graph around the block
             raise CannotReplayError(node.name)
@@ -196,7 +196,7 @@ class Values:
 
 
 def structured(value: Any) -> Value:
-    """Return nested containers as tuples whose class names the kind (Listed, Mapped, Fields, …).
+    """Return nested containers as tuples, whose types tell their kinds (Listed, Mapped, Fields, …).
 
     Mappings and objects become pairs of key and value.
     """
@@ -216,10 +216,10 @@ def structured(value: Any) -> Value:
 
 
 def _callers(unused: Iterable[str], live: Iterable[str], graph: Graph) -> Iterator[str]:
-    """Yield unused calls and those around them, up to the first with a used op inside.
+    """Yield unused calls, and the calls around each, up to the first that contains a used op.
 
-    Their code runs the unused calls, whose arguments a printed forward may not have: the ops that
-    make these arguments are removed.
+    The code of the calls around runs the unused ones. A printed forward may lack the arguments for
+    that, because the ops that make them are removed.
     """
     needed = {around for call in live for around in graph.index.around(call)}
     for call in unused:
@@ -230,7 +230,7 @@ def _callers(unused: Iterable[str], live: Iterable[str], graph: Graph) -> Iterat
 
 
 def pruned(graph: Graph) -> Graph:
-    """Return the graph without unused ops and tensors; calls that run such ops are marked."""
+    """Return the graph without unused ops and tensors; marks calls with differentiable ones."""
     buffers = (t.name for t in graph.tensors.values() if t.origin is TensorOrigin.BUFFER)
     kept = graph.index.needed_for([graph.loss, *buffers])
     live = {graph.loss}.union(*((*op.inputs, *op.outputs) for op in kept))

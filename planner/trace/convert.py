@@ -48,7 +48,7 @@ _KEEPING = MappingProxyType(
     {"aten.add.Tensor": 0, "aten.sub.Tensor": 0, "aten.mul.Tensor": 1, "aten.div.Tensor": 1}
 )
 _CUTS_GRADIENT = re.compile(r"aten\.(detach|new_\w+|(zeros|ones|full|empty|rand\w*)_like)\.")
-_SAME_IF_TYPE_IS_SAME = re.compile(r"aten\.(to\.|type_as\.|_to_copy\.)")
+_CASTS = re.compile(r"aten\.(to\.|type_as\.|_to_copy\.)")
 
 
 def convert(exported: ExportedTrace) -> Graph:
@@ -168,7 +168,7 @@ class _Converter:
 
     def _keeps_type(self, node: fx.Node, target: str, scope: Scope) -> bool:
         """Whether a cast changes nothing, whichever dtype the model will be trained in."""
-        if not _SAME_IF_TYPE_IS_SAME.match(target):
+        if not _CASTS.match(target):
             return False
         (source,) = refs(self.values.value(node.args[0], scope))
         same_type = self.ledger.tensors[source].dtype == self.ledger.dtype(node.meta["val"].dtype)
@@ -222,8 +222,8 @@ class _Converter:
             outputs.append(Ref(out))
         scope.values[node] = tuple(outputs) if is_many else outputs[0]
         written = self._written(node, target, dict(arguments), scope)
-        is_in_place = not rule_of(target).updates
-        if differentiable and is_in_place:
+        has_hidden_writes = bool(rule_of(target).updates)
+        if differentiable and not has_hidden_writes:
             self.ledger.learn(written)
         self.ops.append(
             Op(
@@ -238,7 +238,7 @@ class _Converter:
                 spans=self._spans(node, scope),
             )
         )
-        if not is_many and is_in_place:
+        if not is_many and not has_hidden_writes:
             self.ledger.supersede(written, name)
 
     def _spans(self, node: fx.Node, scope: Scope) -> tuple[SourceSpan, ...]:
@@ -253,7 +253,7 @@ class _Converter:
     ) -> None:
         """Bound data-dependent sizes by the number of elements of the mask, or of the first input.
 
-        If the mask may be broadcast, the bound is the larger one of these two numbers.
+        `counter` names the mask, if there is one. If it may be broadcast, the larger number counts.
         """
         for val in vals if isinstance(vals, (tuple, list)) else (vals,):
             for size in val.shape if isinstance(val, torch.Tensor) and inputs else ():

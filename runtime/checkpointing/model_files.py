@@ -104,7 +104,7 @@ def check_destination(
 
 
 def refuse_foreign(to: Destination, names: Iterable[str] = (), *, fix: str = _FIX) -> None:
-    """Exit if a folder holds weights, or files of these names, that are not from an export."""
+    """Exit if weights, or files of these names, are there that are not from an export."""
     foreign = next(to.foreign(names), None)
     if foreign is not None:
         found = f"{foreign} is there, and autopar has not exported it: it is not replaced"
@@ -128,7 +128,7 @@ def written_aside(paths: Sequence[Location]) -> Iterator[Mapping[Location, Locat
 
 
 def _remove_left(path: Location) -> None:
-    """Remove temporary files for a path that killed processes have left."""
+    """Remove temporary files that killed processes have left beside a path."""
     with suppress(OSError):
         for one in located(path.parent, f".{path.name}.????????.autopar-tmp"):
             if written_at(one) < time.time() - _LEFT_SECONDS:

@@ -32,7 +32,7 @@ class RowColumn(NamedTuple):
 
 
 def columns_of(example: Mapping[str, Any]) -> dict[str, RowColumn]:
-    """Return the entries of a row that the model takes, from an example batch."""
+    """Return the entries that a row must have: one for each tensor of an example batch."""
     tensors = {key: value for key, value in example.items() if isinstance(value, Tensor)}
     return {key: RowColumn(value.dtype, tuple(value.shape[1:])) for key, value in tensors.items()}
 
@@ -103,7 +103,7 @@ def is_stream(dataset: Any) -> bool:
 
 
 def fault_of_dataset(dataset: Any, maker: str) -> Fault | None:
-    """Return why an object is no dataset or has a bad length; errors in its code are raised."""
+    """Return why an object is no dataset or has a bad length, or None; its errors are raised."""
     name = f"the dataset ({type(dataset).__name__})"
     if isinstance(dataset, DataLoader):
         return Fault(

@@ -183,7 +183,7 @@ def wrap(
     zero 0 and 1: whole parameters, gradients averaged bucket by bucket. With zero 1 each rank of
     mesh.shard gets one part of every bucket, and its optimizer steps that part (`build_optimizer`).
     `apart` names parameters whose gradients are also summed over other axes. The ranks of such a
-    sum must have the same parts, so the parameters of one entry share no bucket with others.
+    sum must hold the same parts of buckets, so each entry of `apart` has buckets of its own.
 
     zero 2 and 3: `fully_shard` over mesh.shard, copies over mesh.replica. `units` (the layers) are
     gathered one by one, all other parameters with the module itself. zero 3 frees a unit's gathered
@@ -196,8 +196,8 @@ def wrap(
     keep their dtypes, except those in `half_buffers`.
 
     compress: how gradients are sent. "half": in 16 bits. "int8": in 8 bits, and what rounding loses
-    is added to the next gradients; those of parameters in `apart` are sent whole. "powersgd": so,
-    but matrices are sent as products of thin ones, and other parameters whole.
+    is added to the next gradients; those of parameters in `apart` are sent whole. "powersgd":
+    likewise, but matrices as products of two thin ones, and gradients of other shapes whole.
 
     offload: reduced gradients go to the host's memory in every backward, and the optimizer has its
     copy of the parameters and its states there. zero 2 and 3 gather parameters from there.

@@ -2,9 +2,9 @@
 
 Turns the degrees of a plan and the place of this process among the ranks into its mesh.
 
-An axis belongs to the mesh, a dim to a tensor. The tensor axis is the fastest, so that its ranks
+An axis belongs to the mesh, a dim to a tensor. The tensor axis varies fastest, so that its ranks
 are neighbours on the fastest links. Next is the data axis; ranks that share one sharded copy are
-neighbours. The pipeline axis is the slowest:
+neighbours. The pipeline axis varies slowest:
 
     rank = (pipeline · data_size + data) · tensor_size + tensor
     data = replica · shard_size + shard
@@ -136,7 +136,7 @@ class Mesh:
         return self.shard if self.sync_every else self.data
 
     def is_alike(self, step: int) -> bool:
-        """Whether all replicas have the same parameters after a step; the last step is not asked.
+        """Whether all replicas have the same parameters after a step that is not the last.
 
         With local steps they differ between two outer steps.
         """

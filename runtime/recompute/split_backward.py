@@ -43,9 +43,9 @@ class SplitBackward:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        # Found at the first microbatch:
-        self._early: frozenset[str] | None = None  # names of weights of the first half
-        # Whether the backward is not split at all:
+        # Names of the weights with gradients in the first half; found at the first microbatch
+        self._early: frozenset[str] | None = None
+        # Whether the backward is not split at all; the first microbatch may set it, too
         self._is_whole = recomputes(module) or chunks_logits(module)
 
     def backward_inputs(

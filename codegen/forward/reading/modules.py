@@ -39,7 +39,7 @@ from autopar.planner.model.functions import (
 
 FIRST_STAGE, MIDDLE_STAGE, LAST_STAGE = "FirstStage", "MiddleStage", "LastStage"
 LOSS_STAGE = "LossStage"
-_OF_SCRIPTS = frozenset((*KNOWN, *IMPORTED, FIRST_STAGE, MIDDLE_STAGE, LAST_STAGE, LOSS_STAGE))
+_SCRIPT_NAMES = frozenset((*KNOWN, *IMPORTED, FIRST_STAGE, MIDDLE_STAGE, LAST_STAGE, LOSS_STAGE))
 
 
 @dataclass(frozen=True, slots=True, order=True, kw_only=True)
@@ -52,8 +52,8 @@ class Imported:
 
 
 def is_free(name: str) -> bool:
-    """Whether a script has no other use for a name."""
-    return name not in _OF_SCRIPTS and not hasattr(builtins, name)
+    """Whether a name has no other meaning in a script: neither its own nor a builtin's."""
+    return name not in _SCRIPT_NAMES and not hasattr(builtins, name)
 
 
 def imported(kind: Any) -> Imported:
@@ -62,14 +62,14 @@ def imported(kind: Any) -> Imported:
 
 
 def imported_classes(kinds: Iterable[type]) -> Mapping[type, Imported]:
-    """Return the names under which a script imports classes: their own, except ambiguous ones.
+    """Return the names under which a script imports classes: their own, if nothing else has them.
 
-    A nested class has both classes' names. A class whose name is taken gets its file's name as a
-    prefix: `Block` in decoder.py becomes `DecoderBlock`.
+    A nested class also has the names of the classes around it. If several classes have a name, or
+    it is taken, the file's name goes before it: `Block` in decoder.py becomes `DecoderBlock`.
     """
     distinct = list(dict.fromkeys(kinds))
     counts = Counter(kind.__name__ for kind in distinct)
-    taken = set(_OF_SCRIPTS)
+    taken = set(_SCRIPT_NAMES)
     found: dict[type, Imported] = {}
     for kind in distinct:
         own, name = imported(kind), kind.__name__
@@ -129,14 +129,14 @@ class Module:
     """A module of the user's model: the facts needed to print code about it."""
 
     path: str
-    first: str  # its first path, if it is registered several times
-    home: Imported
+    first: str  # the first of its paths; it has several if it is registered several times
+    home: Imported  # where a script imports its class from
     class_name: str
     arguments: tuple[Argument, ...]
     returns: str
     container: Container
-    numbers: tuple[tuple[str, int | float], ...]
-    settings: Mapping[str, int | float]  # `numbers`, and those inside attributes: "config.eps"
+    numbers: tuple[tuple[str, int | float], ...]  # its attributes that are numbers
+    settings: Mapping[str, int | float]  # also numbers inside attributes: "config.eps"
     unpacks: Mapping[str, tuple[str, ...]]  # variable of its forward → names it is unpacked into
     trains: bool = True  # as the constructor or build_model leaves it; False: eval mode
     is_importable: bool = True  # False if made at run time, such as torch's parametrized classes
@@ -147,7 +147,7 @@ class Module:
     reads_sizes: bool = False  # its forward reads sizes of tensors; numbers in it may be such sizes
     # plain functions and autograd Functions available in its file
     functions: tuple[Imported, ...] = ()
-    measuring: frozenset[Imported] = frozenset()  # plain functions that read sizes
+    measuring: frozenset[Imported] = frozenset()  # those that read sizes of tensors
 
     @property
     def is_torch(self) -> bool:
@@ -169,7 +169,7 @@ def size_reading_functions(modules: Modules) -> frozenset[Imported]:
 
 
 def _joined(groups: Iterable[Iterable[Imported]]) -> frozenset[Imported]:
-    """Return the union; modules of one class share the same set."""
+    """Return the union; a group that several modules share is joined once."""
     return frozenset().union(*{id(group): group for group in groups}.values())
 
 
@@ -181,16 +181,16 @@ def modules_of(model: nn.Module) -> Modules:
     kinds = {type(module) for module in model.modules()}
     homes, sources = imported_classes(kinds), {kind: _source(kind) for kind in kinds}
     read = {kind: numbers_read(source) for kind, source in sources.items()}
-    files = {id(_names(module)): module for module in model.modules()}.values()
-    functions = (one.__code__ for module in files for one in _plain_functions(module))
-    called = {name for one in functions for code in nested_code(one) for name in code.co_names}
-    left = left_on_others(sources.values(), called)
+    one_per_file = {id(_names(module)): module for module in model.modules()}.values()
+    functions = (one.__code__ for module in one_per_file for one in _plain_functions(module))
+    mentioned = {name for one in functions for code in nested_code(one) for name in code.co_names}
+    foreign = left_on_others(sources.values(), mentioned)
     for path, module in model.named_modules(remove_duplicate=False):
         kind = type(module)
         hooks = tuple(map(plain_function, forward_hooks(module)))
         key = (kind, plain_function(module.forward), hooks)
         if key not in facts:
-            facts[key] = _facts(module, others_set=bool(left & own_attributes(sources[kind])))
+            facts[key] = _facts(module, others_set=bool(foreign & own_attributes(sources[kind])))
         found[path] = Module(
             path=path,
             first=firsts.setdefault(id(module), path),
@@ -232,7 +232,7 @@ def _facts(module: nn.Module, *, others_set: bool) -> Mapping[str, Any]:
 
 
 def _is_importable(kind: type) -> bool:
-    """Whether a class's module has it under its name; classes in functions are refused later."""
+    """Whether a class's module has it under its name; True inside a function (refused later)."""
     holder: Any = sys.modules.get(kind.__module__)
     for name in kind.__qualname__.split("."):
         if name == "<locals>":
@@ -242,7 +242,7 @@ def _is_importable(kind: type) -> bool:
 
 
 def _source(thing: Callable[..., Any], *, of: type | None = None) -> str:
-    """Return the source of a class or forward, or "" if there is none or it is PyTorch's."""
+    """Return the source of a class, forward or hook, or "" if there is none or it is PyTorch's."""
     if (of or thing).__module__.startswith("torch."):
         return ""
     try:
@@ -336,7 +336,7 @@ def _numbers(module: nn.Module) -> list[tuple[str, int | float]]:
 
 
 def _settings(module: nn.Module, names: Iterable[str]) -> Iterator[tuple[str, int | float]]:
-    """Yield the numbers inside attributes that are no modules or tensors: "config.eps"."""
+    """Yield the numbers that these names have, such as "config.eps", unless inside a module."""
     for name in sorted(names):
         found: Any = module
         for part in name.split("."):

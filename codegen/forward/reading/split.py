@@ -1,4 +1,4 @@
-"""Joins a plan's graph with the layouts of its ops and tensors, for the code that prints it."""
+"""Joins a plan's graph with the layouts of its ops and tensors, for printing forwards."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Parts:
         return self.are_even(degree, batch) or (is_whole and self.listed[0][1] == ONE)
 
     def are_even(self, degree: int, batch: int) -> bool:
-        """Whether every rank gets equally much of each part."""
+        """Whether every rank gets the same number of units of each part."""
         return all(count.at(batch) % degree == 0 for count, _ in self.listed)
 
 
@@ -124,7 +124,7 @@ _UNKNOWN = _Sizes(shapes={}, arguments={}, calls={}, functions=(), axes={})
 
 
 def _form(call: FunctionCall) -> Value:
-    """Return a key of a call that is equal at all lengths: the function, and tensors' places."""
+    """Return a key of a call, equal at all lengths: its function, and which values are tensors."""
     names, values = tuple(zip(*call.keywords, strict=True)) or ((), ())
     return call.module, call.name, names, _nest(call.arguments), _nest(values)
 
@@ -154,10 +154,10 @@ def _sizes_of(graph: Graph, axes: GraphAxes, other: Graph) -> _Sizes:
 class SplitGraph:
     """A graph with its tensors' layouts on a tensor axis of `degree` ranks.
 
-    `crossing` has the layouts in which tensors go from layer to layer, if not as they are made.
-    `weighed` are ops that are terms of the loss; each is multiplied by a weight of the microbatch,
-    in this order. `own_rows` are inputs of which a rank gets only its rows. `lengths` has the sizes
-    at other lengths. With `has_metrics`, evaluations need the model's outputs.
+    `crossing` has the layouts in which tensors go to other layers; the rest go as they are made.
+    `weighed` are the ops that make the terms of the loss, in the order of the weights by which a
+    microbatch multiplies them. `own_rows` are inputs of which a rank gets only its rows. `lengths`
+    has the sizes at other lengths. With `has_metrics`, evaluations need the model's outputs.
     """
 
     graph: Graph
@@ -185,7 +185,7 @@ class SplitGraph:
         return self.gives.get(tensor, WHOLE)
 
     def way(self, op: Op, position: int) -> tuple[Layout, ...]:
-        """Return an input's successive layouts, from the one as made to the one that is needed."""
+        """Return an input's layouts in turn: as made, as passed between layers, as needed."""
         tensor = op.inputs[position]
         steps = [self.made(tensor)]
         if tensor in self.crossing and self.layer_of[tensor] != self.layer_of[op.name]:
@@ -209,7 +209,7 @@ def split_of(
     other: Callable[[], Graph | None] = lambda: None,
     parts: GraphParts | None = None,
 ) -> SplitGraph:
-    """Return the layouts of a plan for each op and tensor of its graph, after checking them.
+    """Return a plan's graph with the layouts of its ops and tensors, after checking them.
 
     `other` returns the graph for inputs of other lengths. `parts` are those of the plan's graph, if
     they are known.
@@ -245,9 +245,9 @@ def split_graph(
     ops = _op_layouts(graph, axes, layers, layouts) if degree > 1 else {}
     gives = {t: g for op in graph.ops if op.name in ops for t, g in _results(op, ops[op.name])}
     given = {p.name: _plain(p.layout, p.name, graph) for p in outside if p.name in graph.tensors}
-    is_made = graph.index.made_by.keys()
+    made = graph.index.made_by.keys()
     if degree > 1:
-        gives |= {name: layout for name, layout in given.items() if name not in is_made}
+        gives |= {name: layout for name, layout in given.items() if name not in made}
     return SplitGraph(
         graph=graph,
         axes=axes,
@@ -257,7 +257,7 @@ def split_graph(
         batch=batch,
         ops=MappingProxyType(ops),
         gives=MappingProxyType(gives),
-        crossing=MappingProxyType({n: x for n, x in given.items() if degree > 1 and n in is_made}),
+        crossing=MappingProxyType({n: x for n, x in given.items() if degree > 1 and n in made}),
         layer_of=MappingProxyType(dict(_places(layers))),
         row_axes=axes.of_rows,
         lengths=Lengths(graph, axes, other),

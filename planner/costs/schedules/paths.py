@@ -1,4 +1,4 @@
-"""Finds the critical path of a pipeline: the longest chain of actions that wait for each other.
+"""Finds the critical path of a pipeline: the longest chain of actions, each waiting for another.
 
 Whatever the stages' seconds are, a schedule takes at least as long as any chain, and exactly as
 long as the longest one. The number of times that a chain passes each action is fixed, so its length
@@ -91,7 +91,7 @@ class Chains:
     def lengths(self, times: Floats, reductions: Floats | None = None) -> Floats:
         """Return the length of each chain; each is a lower bound of the schedule.
 
-        A chain that ends on a rank is followed by that rank's reductions.
+        With `reductions`, a chain that ends on a rank goes on with that rank's reductions.
         """
         if self._counts is None:
             every = self._every.values()
@@ -103,7 +103,7 @@ class Chains:
 
 @lru_cache(maxsize=256)
 def first_chains(kind: ScheduleKind, shape: PipelineShape) -> tuple[Chain, ...]:
-    """Return chains that exist whatever the stages' seconds are: some through each rank.
+    """Return chains that exist whatever the stages' seconds are: one or two for each rank.
 
     For GPipe and 1F1B see `_closed`. Other chains take a forward of each earlier rank, then all
     actions of their rank, and end there. If backwards are not split, there is a second chain for
@@ -154,9 +154,9 @@ def _closed(
 ) -> Chain:
     """Return a chain of GPipe or 1F1B by the closed forms; transfers are on demand.
 
-    `stage` runs all its actions; each earlier stage passes one microbatch forward and back. `waits`
-    has a number for forwards and one for backwards. If it is 1, the chain follows a microbatch
-    through the later stages, instead of the forwards (backwards) that fill this wait.
+    The chain has all actions of `stage`, and a forward and a backward of each earlier stage. While
+    its first microbatch is in later stages, `stage` runs other forwards; while its last one is,
+    backwards. A 1 in `waits` (forwards, backwards) sends the chain through later stages instead.
     """
     counts = _empty(shape)
     counts[:stage, :2] = 1.0
@@ -203,7 +203,7 @@ def _with_ends(
 ) -> tuple[Chain, ...]:
     """Return the chain, and the one that ends on the rank whose reductions end last.
 
-    The second chain ends with that rank's last action, before gradients pass the earlier ranks.
+    It leaves out one backward of each earlier rank: they are assumed to follow without a wait.
     """
     backward = times[:, 1] + times[:, TRANSFER]
     passed = [0.0, *accumulate(backward[:-1])]

@@ -44,7 +44,7 @@ class ScheduleKind(StrEnum):
         return self in (ScheduleKind.GPIPE, ScheduleKind.ONE_F_ONE_B)
 
 
-def _whenever(_: PipelineShape) -> str:
+def _never(_: PipelineShape) -> str:
     return ""
 
 
@@ -59,7 +59,7 @@ class ScheduleFacts:
     splits_backward: bool
     # neighbours have process groups of their own, so that no message blocks another
     has_pairs: bool = True
-    refusal: Callable[[PipelineShape], str] = _whenever  # why torch refuses a shape, or ""
+    refusal: Callable[[PipelineShape], str] = _never  # why torch refuses a shape, or ""
 
 
 @lru_cache(maxsize=2)  # one schedule is used twice: for its moments, and to simulate it
@@ -156,15 +156,15 @@ SCHEDULES: Mapping[ScheduleKind, ScheduleFacts] = MappingProxyType(
 )
 
 
-_ANSWERS = (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT)
-_RELEASES = (ActionKind.BACKWARD, ActionKind.WEIGHT_GRADIENT)
+_ANSWERS = (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT)  # then the inputs have gradients
+_RELEASES = (ActionKind.BACKWARD, ActionKind.WEIGHT_GRADIENT)  # then nothing is held any more
 
 Counts = npt.NDArray[np.int64]  # a row for each moment, a column for each stage of the rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Moments:
-    """The microbatches that a rank holds during each backward, or half of one.
+    """The microbatches that a rank holds at each moment: during a backward, or half of one.
 
     A schedule may split backwards. If the backward of a stage cannot be split, its first half
     computes all gradients, so the stage holds only the `unanswered` microbatches.
@@ -190,11 +190,11 @@ class Moments:
 
 @lru_cache(maxsize=4096)
 def in_flight(kind: ScheduleKind, shape: PipelineShape) -> tuple[int, ...]:
-    """Return the most microbatches that each stage holds activations of at once.
+    """Return the most microbatches whose activations each stage holds at once.
 
     A microbatch is in flight on a stage from its forward until its backward ends. If the backward
     is split, this is the end of its second half, the weight gradients: until then torch keeps the
-    whole graph, and the output gradients of ops with weights (deferred).
+    whole graph, and the output gradients of ops with weights (the deferred bytes).
     """
     if shape.ranks == 1:
         return (1,) * shape.stages  # one rank runs one microbatch after the other
@@ -239,7 +239,7 @@ def forwards_first(kind: ScheduleKind, shape: PipelineShape) -> tuple[int, ...]:
 def rank_moments(kind: ScheduleKind, shape: PipelineShape) -> tuple[Moments, ...]:
     """Return the moments of each rank.
 
-    If a rank has one stage, and the backward is not split, the fullest moment suffices.
+    The fullest one suffices for a lone rank, and for ranks with one stage and whole backwards.
     """
     is_one_peak = shape.stages_per_rank == 1 and not SCHEDULES[kind].splits_backward
     if shape.ranks == 1 or is_one_peak:

@@ -29,7 +29,7 @@ from autopar.planner.precision import Float8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """A difference, in words."""
+    """A difference between the plans, in words."""
 
     what: str
     before: str
@@ -122,7 +122,7 @@ def _borders(stages: tuple[PlannedStage, ...]) -> str:
 def _layout_changes(
     before: tuple[ClassLayouts, ...], after: tuple[ClassLayouts, ...]
 ) -> Iterator[Change]:
-    """Yield a change for each module of a class whose ops the plans split along other axes."""
+    """Yield the modules whose ops the plans split differently; compares classes in order."""
     for one, other in zip_longest(before, after):
         known = one or other
         assert known is not None
@@ -170,12 +170,12 @@ def _figures(before: StoredPlan, after: StoredPlan) -> Iterator[ComparedFigure]:
 
 
 def seconds_saved_by_compiling(plan: Plan, axes: GraphAxes, layers: Layers) -> float:
-    """Return about how much shorter a step is with compiled layers, in the layouts of this plan."""
+    """Return about how many seconds compiled layers save in a step, in the plan's layouts."""
     return _seconds_saved(plan, axes, layers, replace(plan.arrangement, compile=Compile.NONE))
 
 
 def seconds_saved_by_float8(plan: Plan, axes: GraphAxes, layers: Layers) -> float:
-    """Return about how much shorter a step is with products in float8; negative if it is longer."""
+    """Return about how many seconds float8 products save in a step; negative if they cost some."""
     return _seconds_saved(plan, axes, layers, replace(plan.arrangement, float8=Float8.NONE))
 
 

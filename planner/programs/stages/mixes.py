@@ -24,12 +24,12 @@ from autopar.planner.programs.stages.question import Content, Cut, StageQuestion
 MixFloats = npt.NDArray[np.float64]
 Numbers = npt.NDArray[np.int64]
 _ROUNDING = 1e-9
-_FEW = 64  # if there are more mixes, dominated ones are dropped after each class
+_FEW = 64  # if there are more mixes, beaten ones are dropped after each class
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Mixes:
-    """Mixes of the same layers: backward seconds, saved bytes, most bytes while a layer runs."""
+    """Mixes of the same layers: backward seconds, saved bytes, largest need of a running layer."""
 
     columns: tuple[tuple[int, Recompute], ...]  # a class and a mode
     numbers: Numbers  # [mix, column]
@@ -99,11 +99,11 @@ def _of_class(question: StageQuestion, kind: int, number: int, count: int) -> Mi
 
 def ordered_modes(question: StageQuestion, kind: int, number: int) -> list[Recompute]:
     """Return the modes of a class, in the order in which equal layers of a stage have them."""
-    costs, is_last = question.layer(kind, number), question.arrangement.is_one_pass
+    costs, is_one_pass = question.layer(kind, number), question.arrangement.is_one_pass
     return sorted(
         question.modes_of(kind, number),
         key=lambda mode: costs[mode].saved_bytes,
-        reverse=not is_last,
+        reverse=not is_one_pass,
     )
 
 
@@ -182,7 +182,7 @@ def least_seconds(question: StageQuestion) -> Floats:
 
 
 def even_cut(question: StageQuestion) -> Cut:
-    """Return the cut with the least Σ (seconds of a stage)², at allowed borders; () if none is.
+    """Return the cut with the least Σ (seconds of a stage)², at allowed borders; () if none exists.
 
     If a cut of k stages has a sum of at most Q, no stage differs from the mean μ of the stages by
     more than d, because the sum of the others' squares is least if these are all equal:
@@ -221,7 +221,7 @@ def even_cut(question: StageQuestion) -> Cut:
 
 
 def nearest_cut(question: StageQuestion, borders: Sequence[float]) -> Cut:
-    """Return the cut with the allowed borders nearest to these; () if there is none."""
+    """Return a cut at allowed borders: in turn, the one nearest to each; () if none is left."""
     cut = [0]
     for stage, wanted in enumerate(borders, start=1):
         first, last = question.windows[stage]

@@ -1,9 +1,9 @@
-"""Lists the offers for stages: mixes of layers with their price; and the memory of ranks.
+"""Lists the offers for stages, mixes of layers with their prices; computes the memory of ranks.
 
 An offer is a possible stage: its layers' modes, seconds and bytes. The only stage of a rank has all
 of its memory, so only mixes that fit are offered; if the stage fits without recomputation, only
-that is offered. Several stages of a rank share its memory: then all mixes that no other beats are
-offered, and the program decides which fit together.
+that is offered. Several stages of a rank share its memory: then mixes are offered that no other
+beats (of many, the hull's corners), and the program decides which fit together.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Offer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Hidden:
+class _Unhidden:
     """The least seconds that data parallelism adds to a backward: while it runs, and after it."""
 
     wait_seconds: float
@@ -127,12 +127,12 @@ class Offers:
         if not mixes.again[0] and self._fits(stage, plain):
             yield plain
             return
-        hidden = self._hidden(stage, content)
+        unhidden = self._unhidden(stage, content)
         most = _MOST_PRICED if self.question.shape.stages > 1 else _MOST_PRICED_ALONE
         made: list[Offer] = []
         settled = float("inf")
         for place in self._likely(stage, mixes, plain):
-            least = self._least_backward(plain, mixes, place, hidden)
+            least = self._least_backward(plain, mixes, place, unhidden)
             if least >= settled or len(made) == most:
                 break
             offer = self._offer(stage, content, mixes, place)
@@ -140,7 +140,7 @@ class Offers:
                 if not made:
                     first = least
                 made.append(offer)
-                if offer.least_reduction_seconds <= hidden.reduction_seconds * (1.0 + _ROUNDING):
+                if offer.least_reduction_seconds <= unhidden.reduction_seconds * (1.0 + _ROUNDING):
                     settled = min(settled, float(offer.times[1]))
         if len(made) == most:
             times = made[0].times.copy()
@@ -149,7 +149,7 @@ class Offers:
             made[0] = replace(
                 made[0],
                 least_times=times,
-                least_reduction_seconds=hidden.reduction_seconds,
+                least_reduction_seconds=unhidden.reduction_seconds,
                 others_are_worse=False,
             )
         yield from made
@@ -209,14 +209,14 @@ class Offers:
         """Yield offers with approximate times; exact prices are computed on demand."""
         plain = self._plain(stage, content)
         own = plain.price.load
-        again = self.question.constants.action_seconds
+        empty = self.question.constants.action_seconds  # of an action without work
         for place in range(len(mixes)):
             modes = mixes.modes(place, content)
             times = plain.times.copy()
             times[1] += mixes.seconds[place] - own.backward_seconds
             if mixes.again[place]:
                 times[2] = times[1]
-                times[3] = again if self.splits(stage) else 0.0
+                times[3] = empty if self.splits(stage) else 0.0
             yield replace(
                 plain,
                 modes=modes,
@@ -239,8 +239,8 @@ class Offers:
         key = "plain", self.question.kinds[stage], stage == 0, content
         if key not in self._known:
             plain = self.exact(stage, content, (Recompute.NONE,) * len(content))
-            hidden = self._hidden(stage, content)
-            self._known[key] = (replace(plain, least_reduction_seconds=hidden.reduction_seconds),)
+            least = self._unhidden(stage, content).reduction_seconds
+            self._known[key] = (replace(plain, least_reduction_seconds=least),)
         return self._known[key][0]
 
     def mixes(self, stage: int, content: Content) -> Mixes:
@@ -305,7 +305,7 @@ class Offers:
         )
         return memory.device_bytes <= self.question.limit_bytes[rank]
 
-    def _hidden(self, stage: int, content: Content) -> _Hidden:
+    def _unhidden(self, stage: int, content: Content) -> _Unhidden:
         """Return the least seconds that data parallelism adds to a backward of any length."""
         kind = self.question.kinds[stage]
         layers = [
@@ -316,18 +316,18 @@ class Offers:
             for number in content
         ]
         prices = self._prices(stage, layers)
-        return _Hidden(
+        return _Unhidden(
             wait_seconds=prices[0].data.backward_wait,
             reduction_seconds=min(one.reduction_seconds for one in prices),
         )
 
-    def _least_backward(self, plain: Offer, mixes: Mixes, place: int, hidden: _Hidden) -> float:
-        """Return the least seconds of a mix's backward: those of its layers or its collectives."""
+    def _least_backward(self, plain: Offer, mixes: Mixes, place: int, unhidden: _Unhidden) -> float:
+        """Return a lower bound on the seconds of a mix's backward, with its collectives."""
         more = float(mixes.seconds[place] - mixes.seconds[0])
         if not self.question.arrangement.reduces_each:
             return float(plain.times[1]) + more
         alone = float(plain.times[1]) - plain.price.data.backward_wait
-        return max(float(plain.times[1]), alone + more + hidden.wait_seconds)
+        return max(float(plain.times[1]), alone + more + unhidden.wait_seconds)
 
 
 @lru_cache(maxsize=4096)
@@ -344,7 +344,7 @@ def fullest(moments: Moments) -> tuple[int, ...]:
         _, places = np.unique(held[rows], axis=0, return_index=True)
         own = held[rows[places]]
         is_below = np.ones((len(own), len(own)), dtype=np.bool_)
-        for amounts in own.T:  # a stage at a time, because numpy is slow at summing many short rows
+        for amounts in own.T:  # a count at a time, because numpy is slow at summing many short rows
             is_below &= amounts[:, None] <= amounts
         kept += rows[places][is_below.sum(axis=1) == 1].tolist()  # except itself
     return tuple(kept)
