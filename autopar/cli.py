@@ -23,7 +23,7 @@ from autopar.planner.errors import AutoparError, ExitCode, InputError
 
 # The module and the function of each command.
 FUNCTIONS = {
-    "inspect": "inspect.inspect",
+    "inspect": "dryrun.inspect",
     "plan": "plan.plan",
     "explain": "explain.explain_plan",
     "diff": "explain.diff",

@@ -17,6 +17,7 @@ from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
 from autopar.planner.model.functions import DATA_READS
 from autopar.planner.plan.files import cache
 from autopar.planner.plan.files.cache import PLACE
+from autopar.planner.plan.search import ahead
 from tests.cells import ALL
 from tests.planner.shared_graphs import SHARED
 from tests.runtime.processes import FREEZE, freeze_for_good
@@ -62,6 +63,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # else each entry would name all files of tests as sources of its model
     vars(cache).update(_OURS=(*cache._OURS, "tests"))
     torch.set_num_threads(1)
+    ahead.MOST_WORKERS = 0  # tests have no idle cores: no search starts other processes
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

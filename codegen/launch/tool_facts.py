@@ -146,7 +146,7 @@ def _stages(
     plan: Plan, numbers: Sequence[int | None], calls: Sequence[str]
 ) -> Iterator[BlockStage]:
     """Yield the stages in the order of the model."""
-    modes, first_block = plan.layer_modes, next((n for n, one in enumerate(numbers) if one == 0), 0)
+    modes, first_block = plan.layer_modes, numbers.index(0) if 0 in numbers else len(numbers)
     for stage in sorted(plan.stages, key=lambda one: one.first):
         places = range(stage.first, stage.first + stage.count)
         own = [(number, modes[place]) for place in places if (number := numbers[place]) is not None]

@@ -368,8 +368,8 @@ def _shared(
     """Yield pairs of modules that draw equal numbers, which no two modules do in one process."""
     before = {state for states in _repeated(expected).values() for state in states}
     for (first, second), states in _repeated(found).items():
-        if states - before:
-            state = min(states)
+        if only_here := states - before:
+            state = min(only_here)
             ranks = found[first].ranks[state] | found[second].ranks[state]
             yield str(first), f"draws the same numbers as {second}, on {axes.named(ranks)}"
 

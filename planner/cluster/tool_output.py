@@ -250,7 +250,10 @@ def _slurm_node(fields: Mapping[str, str]) -> FoundNode | str:
     whole = Counter({kind: count for kind, count in devices.items() if not _SLICE.fullmatch(kind)})
     if not whole:
         return f"{name} has only slices of GPUs ({shown(next(iter(devices)))})"
-    (kind, count), *_ = whole.most_common()
+    (kind, count), *others = whole.most_common()
+    if others:
+        every = ", ".join(f"{shown(one)} × {number}" for one, number in whole.most_common())
+        return f"{name} has several kinds of GPUs ({every}), and nodes of a cluster file have one"
     hints = re.split(r"[,+]", fields.get("ActiveFeatures", fields.get("AvailableFeatures", "")))
     return FoundNode(name=name, kind=kind, devices=count, hints=tuple(hints))
 

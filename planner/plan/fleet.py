@@ -276,6 +276,7 @@ def planned_curve(
     time_limit_seconds: float | None = None,
     report: Callable[[str], None] = lambda _: None,
     prices: Prices | None = None,
+    workers: int = 0,
 ) -> Curve:
     """Return the plans on clusters of ascending sizes; raises the last error if there is no plan.
 
@@ -288,9 +289,7 @@ def planned_curve(
     began, spent = time.perf_counter(), 0.0
 
     def report_of(size: int) -> Callable[[str], None]:
-        if len(clusters) == 1:
-            return report
-        return lambda text: report(f"{size} devices: {text}")
+        return report if len(clusters) == 1 else lambda text: report(f"{size} devices: {text}")
 
     def trials() -> Iterator[Trial]:
         nonlocal spent
@@ -311,6 +310,7 @@ def planned_curve(
                     report=report_of(size),
                     measured=training.measured,
                     prices=prices,
+                    workers=workers,
                 )
                 yield Trial(devices=size, plan=plan)
             except (InfeasibleError, TimeLimitError) as error:

@@ -31,6 +31,7 @@ from autopar.planner.plan.fleet import (
     planned_curve,
 )
 from autopar.planner.plan.plan import BatchFacts, Plan, PlannedCount, with_graph
+from autopar.planner.plan.search.ahead import idle_cores
 from autopar.planner.plan.search.demands import check_float8, check_memory
 from autopar.planner.plan.search.space import allow_degrees, check_degrees
 from autopar.planner.plan.solving.prices import LayoutKey, LeastKey, Prices
@@ -111,10 +112,12 @@ def plan_training(
     *,
     cache: Cache = NO_CACHE,
     on_search: Callable[[], None] = lambda: None,
+    workers: int | None = None,
 ) -> Planned:
     """Find the best plan on each cluster, and choose one of them; the cache keeps the answer.
 
-    `on_search` is called if the cache does not have it.
+    `on_search` is called if the cache does not have it. `workers` are other processes that find
+    prices ahead of the search, by default one for each idle core; they change nothing but its time.
     """
     question = _search_question(training, demands)
     known = cache.find(CachedSearch, question)
@@ -122,7 +125,8 @@ def plan_training(
     if found is None:
         on_search()
         prices = Prices(recall=lambda kind, key: cache.find(kind, _prices_key(training, key)))
-        found = _searched(training, demands, report, prices)
+        helping = idle_cores() if workers is None else workers
+        found = _searched(training, demands, report, prices, helping)
         if _is_final(found, demands):
             cache.keep(_cached(found), question)
         cache.keep_all((one, _prices_key(training, key)) for key, one in prices.grown())
@@ -132,7 +136,11 @@ def plan_training(
 
 
 def _searched(
-    training: Training, demands: PlanDemands, report: Callable[[str], None], prices: Prices
+    training: Training,
+    demands: PlanDemands,
+    report: Callable[[str], None],
+    prices: Prices,
+    workers: int,
 ) -> Planned:
     clusters = demands.clusters
     report("searching")
@@ -142,6 +150,7 @@ def _searched(
         time_limit_seconds=demands.time_limit_seconds,
         report=report,
         prices=prices,
+        workers=workers,
     )
     choice = choose(curve, demands.constraints)
     found, fewer = choice.point.plan, None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import inspect
+import math
 import re
 import sys
 from collections import Counter
@@ -317,7 +318,10 @@ def _default(value: Any) -> str | None:
     if value is inspect.Parameter.empty:
         return None
     if isinstance(value, str):
-        return ascii(value).replace("'", '"') if '"' not in value else ascii(value)
+        is_quoted_simply = "'" not in value and '"' not in value
+        return ascii(value).replace("'", '"') if is_quoted_simply else ascii(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return f'float("{value}")'
     return repr(value) if isinstance(value, (bool, int, float, type(None))) else "..."
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from enum import IntEnum
 from functools import cached_property
 from itertools import product
 from math import inf
@@ -66,6 +67,15 @@ _NEVER = FittingBounds(
 )
 
 
+class BoundKind(IntEnum):
+    """How a variant's bound accounts for memory, each sharper and slower than the one before."""
+
+    UNSOLVED = 0  # the least time and memory of any layouts, before any are solved
+    OF_ANY = 1  # the time of the fastest layouts, and the least memory of any
+    TRADING = 2  # the same, but with the least time of layouts whose weights fit in the memory
+    OF_LAYOUTS = 3  # time and memory of the solved layouts
+
+
 class Bounds:
     """Lower bounds, under one objective, of all plans below a node of the search."""
 
@@ -108,6 +118,16 @@ class Bounds:
                 )
             self._least[key] = least_layers(known[place], layers)
         return self._least[key]
+
+    def of_kind(self, kind: BoundKind, arrangement: Arrangement) -> float:
+        """Return a lower bound of an arrangement; infinite if nothing fits into the memory."""
+        bound_of = {
+            BoundKind.UNSOLVED: self.unsolved,
+            BoundKind.OF_ANY: self.within_memory,
+            BoundKind.TRADING: self.trading,
+            BoundKind.OF_LAYOUTS: self.of_variant,
+        }[kind]
+        return bound_of(arrangement)
 
     def unsolved(self, arrangement: Arrangement) -> float:
         """Return a lower bound within the memory, before any layouts are solved."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Generic, TypeVar
 
+_COMING = 15  # entries of the queue, whose least are shown before each expansion
 _FAR = 1.25  # times the lowest bound: the search for a first leaf dives to no node above it
 
 Item = TypeVar("Item")
@@ -83,12 +84,13 @@ def best_first(
     *,
     is_late: Callable[[], bool] = lambda: False,
     enough: Callable[[int], bool] = lambda leaves_passed: leaves_passed >= 1,
-    watch: Callable[[float], None] = lambda _: None,
+    watch: Callable[[float, Item, Iterable[Item]], None] = lambda _bound, _now, _soon: None,
 ) -> Outcome[Item, Leaf]:
     """Expand nodes until `enough` accepts how many leaves topped the queue, or time is up.
 
     Before a node is expanded, `watch` is given the least bound of the node, the queue and what is
-    unproved; nodes that are `is_last` are not counted. A bound that a parent has already proved
+    unproved (nodes that are `is_last` are not counted), the node's item, and some items that come
+    soon. A bound that a parent has already proved
     holds for its children too.
     """
     queue: list[tuple[float, int, Rank, int, SearchNode[Item] | FoundLeaf[Leaf]]] = []
@@ -142,7 +144,9 @@ def best_first(
             _, _, _, number = heapq.heappop(dive)
         if number in nodes:
             node, bound, depth = nodes.pop(number)
-            watch(min([bound, unproved, *(entry[0] for entry in queue[:1])]))
+            coming = (entry[3] for entry in sorted(queue[:_COMING]))
+            soon = (nodes[number][0].item for number in coming if number in nodes)
+            watch(min([bound, unproved, *(entry[0] for entry in queue[:1])]), node.item, soon)
             for child in expand(node.item):
                 push(child, bound, depth + 1)
     queue = [entry for entry in queue if isinstance(entry[4], FoundLeaf) or entry[3] in nodes]

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import IntEnum
 from functools import cached_property
 
 from autopar.planner.cluster.cluster import Cluster, Device
@@ -23,7 +22,7 @@ from autopar.planner.cluster.shape import RowShare, group_shape, kinds_of_blocks
 from autopar.planner.costs.prediction import Arrangement, Compile
 from autopar.planner.costs.schedules.table import ScheduleKind
 from autopar.planner.costs.steps.stage_load import rank_groups
-from autopar.planner.plan.bounds.bounding import Bounds
+from autopar.planner.plan.bounds.bounding import BoundKind, Bounds
 from autopar.planner.plan.declared.constraints import Constraints, Objective, allows
 from autopar.planner.plan.declared.limits import least_rows
 from autopar.planner.plan.plan import BatchFacts
@@ -110,15 +109,6 @@ class SearchPoint:
     """Degrees and microbatch; the variants are still open."""
 
     arrangement: Arrangement
-
-
-class BoundKind(IntEnum):
-    """How a variant's bound accounts for memory, each sharper and slower than the one before."""
-
-    UNSOLVED = 0  # the least time and memory of any layouts, before any are solved
-    OF_ANY = 1  # the time of the fastest layouts, and the least memory of any
-    TRADING = 2  # the same, but with the least time of layouts whose weights fit in the memory
-    OF_LAYOUTS = 3  # time and memory of the solved layouts
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from autopar.planner.costs.steps.framework import framework_constants
 from autopar.planner.errors import AutoparError
 from autopar.planner.graph.graph import Graph
 from autopar.planner.layers import Layers
-from autopar.planner.plan.bounds.bounding import Bounds, must_recompute
+from autopar.planner.plan.bounds.bounding import BoundKind, Bounds, must_recompute
 from autopar.planner.plan.declared.constraints import (
     Constraints,
     Declared,
@@ -37,6 +37,7 @@ from autopar.planner.plan.declared.constraints import (
 )
 from autopar.planner.plan.declared.limits import completed, with_batch
 from autopar.planner.plan.plan import Model, Plan
+from autopar.planner.plan.search.ahead import Ahead
 from autopar.planner.plan.search.assembly import MOST_SHOWN, Counts, assemble, kind_of
 from autopar.planner.plan.search.best_first import (
     FoundLeaf,
@@ -55,7 +56,6 @@ from autopar.planner.plan.search.demands import (
     too_late,
 )
 from autopar.planner.plan.search.points import (
-    BoundKind,
     Points,
     SearchItem,
     SearchPoint,
@@ -104,8 +104,9 @@ def search(
     report: Callable[[str], None] = lambda _: None,
     measured: Measurements | None = None,
     prices: Prices | None = None,
+    workers: int = 0,
 ) -> Plan:
-    """Return the best plan with its proof and the runners-up.
+    """Return the best plan with its proof and the runners-up; `workers` find prices ahead.
 
     Searches on several clusters may share the prices of one model under the same constraints. If
     nothing fits, layers may save on the host even where this is slower than recomputing.
@@ -120,7 +121,7 @@ def search(
     for saving in (constraints.host_saving, HostSaving.ALWAYS):
         own = replace(constraints, host_saving=saving)
         explorer = Explorer(subject, cluster, own, report=report, measured=measured, prices=prices)
-        outcome = explorer.explore(is_late=is_late)
+        outcome = explorer.explore(is_late=is_late, workers=workers)
         if outcome.found or not (outcome.is_complete and explorer.costing.may_save_more):
             break
     if not outcome.found:
@@ -187,14 +188,18 @@ class Explorer:
         self._is_choosing = False  # whether the fastest is proved, and the simplest is searched for
         self._left_out: list[SearchNode[SearchItem]] = []  # no faster, but perhaps simpler
 
-    def explore(self, *, is_late: Callable[[], bool] = lambda: False) -> Searched:
+    def explore(self, *, is_late: Callable[[], bool] = lambda: False, workers: int = 0) -> Searched:
         """Search until the best is proved and there are some distinct runners-up."""
-        enough, watch = self._is_enough, self._report_bound
-        return best_first(self.roots(), self.expand, is_late=is_late, enough=enough, watch=watch)
+        with Ahead(self.bounds, workers) as ahead:
 
-    def _report_bound(self, least_bound: float) -> None:
-        if self.objective is not Objective.MEMORY:
-            self.report(self._known.words(least_bound))
+            def watch(least_bound: float, now: SearchItem, soon: Iterable[SearchItem]) -> None:
+                if self.objective is not Objective.MEMORY:
+                    self.report(self._known.words(least_bound))
+                ahead.look(now, soon)
+
+            return best_first(
+                self.roots(), self.expand, is_late=is_late, enough=self._is_enough, watch=watch
+            )
 
     def chosen(self, outcome: Searched, is_late: Callable[[], bool]) -> Candidate:
         """Return the chosen plan, with layouts as simple as the tolerance allows."""
@@ -284,13 +289,7 @@ class Explorer:
         """Return the family's members that memory does not exclude, with their bounds."""
         if bound_kind is BoundKind.OF_ANY and family[0].tensor == 1:
             bound_kind = BoundKind.OF_LAYOUTS  # without tensor ranks there is one layout
-        bound_of = {
-            BoundKind.UNSOLVED: self.bounds.unsolved,
-            BoundKind.OF_ANY: self.bounds.within_memory,
-            BoundKind.TRADING: self.bounds.trading,
-            BoundKind.OF_LAYOUTS: self.bounds.of_variant,
-        }[bound_kind]
-        bounds = {one: bound_of(one) for one in family}
+        bounds = {one: self.bounds.of_kind(bound_kind, one) for one in family}
         possible = [one for one in family if bounds[one] < float("inf")]
         self.infeasible |= set(family) - set(possible)
         if not possible:

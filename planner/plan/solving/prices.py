@@ -5,7 +5,7 @@ Layouts and prices have a `LayoutKey`, least times in any layouts a `LeastKey`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -137,6 +137,15 @@ class LayoutPrices:
             rows=tuple(_numbered(*key, row) for key, row in self.rows.items()),
         )
 
+    def add(self, found: StoredPrices) -> None:
+        """Add prices that another process found; what is known stays."""
+        self.fastest = self.fastest or found.fastest
+        self.front = self.front or found.front
+        self.weight_limits = self.weight_limits or found.weight_limits
+        other = LayoutPrices.of(found)
+        self.simpler = other.simpler | self.simpler
+        self.rows = other.rows | self.rows
+
     @property
     def size(self) -> int:
         """The number of layouts and rows, which only grows."""
@@ -159,6 +168,9 @@ def _numbered(inside: LayerKey, share: RowShare, row: tuple[Modes, ...]) -> Pric
         costs=tuple(costs[key] for key in numbers),
         numbers=tuple(numbers[id(one)] for one in row),
     )
+
+
+Sizes = Mapping[LayoutKey | LeastKey, int]
 
 
 def _nothing(_kind: type[Any], _key: object) -> None:
@@ -200,9 +212,35 @@ class Prices:
 
     def grown(self) -> Iterator[tuple[LayoutKey | LeastKey, StoredPrices | StoredLeast]]:
         """Yield the keys that got more than was recalled; without layouts that are not proved."""
+        for key, found in self.since(self._recalled):
+            if isinstance(key, LeastKey) or self.by_key[key].is_proved:
+                yield key, found
+
+    def sizes(self) -> Sizes:
+        """Return how much is known of each key."""
+        known = ((key, one.size) for key, one in self.by_key.items())
+        return {**dict(known), **{key: len(times) for key, times in self._least.items()}}
+
+    def since(
+        self, sizes: Sizes
+    ) -> Iterator[tuple[LayoutKey | LeastKey, StoredPrices | StoredLeast]]:
+        """Yield the keys that have more than in `sizes`, with all that is known of them."""
         for key, one in self.by_key.items():
-            if one.size > self._recalled[key] and one.is_proved:
+            if one.size > sizes.get(key, 0):
                 yield key, one.stored()
         for least, times in self._least.items():
-            if len(times) > self._recalled[least]:
+            if len(times) > sizes.get(least, 0):
                 yield least, StoredLeast(times=tuple(times.items()))
+
+    @property
+    def have_grown(self) -> bool:
+        """Whether this process found more than was recalled."""
+        return any(one.size > self._recalled[key] for key, one in self.by_key.items())
+
+    def add(self, key: LayoutKey | LeastKey, found: StoredPrices | StoredLeast) -> None:
+        """Add what another process found."""
+        if isinstance(key, LayoutKey) and isinstance(found, StoredPrices):
+            self.at(key).add(found)
+        elif isinstance(key, LeastKey) and isinstance(found, StoredLeast):
+            known = self.least(key)
+            known.update((place, one) for place, one in found.times if place not in known)

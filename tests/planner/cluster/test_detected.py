@@ -170,6 +170,12 @@ def test_slurms_words_find_their_devices() -> None:
         assert (node.device, node.devices) == (device, count)
 
 
+def test_a_node_with_two_kinds_of_gpus_is_left_out_and_told() -> None:
+    mixed = samples.A100_AND_V100.replace("gpu:a100:4", "gpu:a100:2,gpu:v100:2", 1)
+    (told, _) = slurm_nodes_in(mixed).left_out
+    assert told.startswith("node-a1 has several kinds of GPUs (a100 × 2, v100 × 2)")
+
+
 def test_unknown_words_are_told_together_and_can_be_named() -> None:
     text = samples.A40.replace("gpu:a40:1", "gpu:volta:8").replace("gpua40", "")
     nodes = (*slurm_nodes_in(text).nodes, *slurm_nodes_in(text.replace("volta", "big")).nodes)

@@ -42,6 +42,13 @@ class Telling(nn.Module):
         return out
 
 
+class Defaulted(nn.Module):
+    """Has defaults whose plain text would not be the same value."""
+
+    def forward(self, x: Tensor, quoted: str = "it's", top: float = float("inf")) -> Tensor:
+        return x if quoted else x.clamp(max=top)
+
+
 def halved(x: Tensor) -> Tensor:
     return x / 2
 
@@ -81,3 +88,10 @@ def test_the_functions_of_a_forwards_file_are_known_and_which_of_them_read_sizes
     assert "counted" in {one.name for one in found["0"].measuring}
     assert "halved" not in {one.name for one in found["0"].measuring}
     assert found["1"].functions == ()
+
+
+def test_printed_defaults_have_the_values_of_the_authors() -> None:
+    _, quoted, top = modules_of(Defaulted())[""].arguments
+    assert quoted.default is not None
+    assert top.default is not None
+    assert (eval(quoted.default), eval(top.default)) == ("it's", float("inf"))

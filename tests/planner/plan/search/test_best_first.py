@@ -97,7 +97,7 @@ def test_what_the_bound_rules_out_is_never_expanded() -> None:
 def test_who_watches_sees_bounds_of_the_best_leaf_that_end_at_it(subtrees: list[Tree]) -> None:
     seen: list[float] = []
     root: Tree = (0.0, tuple(subtrees))
-    outcome = best_first([_node(root)], _expand, watch=seen.append)
+    outcome = best_first([_node(root)], _expand, watch=lambda bound, *_: seen.append(bound))
     assert seen == sorted(seen)
     assert max(seen) <= outcome.found[0].value
 

@@ -1,0 +1,181 @@
+"""Finds prices that the search will need soon in other processes, if the machine has idle cores.
+
+The layouts and prices that bound a node depend on its arrangement alone. While the search expands
+a node, forks of it bound the nodes that come next, and send the prices that they found. The search
+still bounds every node itself, in the same order, but finds these prices known: plans and proofs
+are the same with any number of processes.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from itertools import chain, zip_longest
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from types import TracebackType
+
+from autopar.planner.costs.prediction import Arrangement, Compile
+from autopar.planner.plan.bounds.bounding import BoundKind, Bounds
+from autopar.planner.plan.search.points import SearchItem, Variant
+from autopar.planner.plan.solving.candidate import layer_key
+from autopar.planner.plan.solving.prices import LayerKey
+
+MOST_WORKERS = 7
+_NICENESS = 5  # where cores are few, the search goes first
+_PATIENCE_SECONDS = 60.0  # then the search finds the prices itself
+
+
+def idle_cores() -> int:
+    """Return the number of cores that this process may use, besides its own; 0 unless on Linux.
+
+    Elsewhere, a process that has imported torch must not be forked.
+    """
+    return len(os.sched_getaffinity(0)) - 1 if sys.platform == "linux" else 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchTask:
+    """The prices that a bound of an arrangement needs; for `OF_LAYOUTS` all its layouts."""
+
+    inside: LayerKey
+    bound_kind: BoundKind
+    arrangement: Arrangement = field(compare=False)
+
+    @property
+    def layouts(self) -> tuple[int, int, Compile]:
+        """What layouts depend on: for tasks that share it, the same programs are solved."""
+        return self.inside.tensor, self.inside.microbatch, self.inside.compile
+
+
+def tasks_of(item: SearchItem) -> Iterator[SearchTask]:
+    """Yield what expanding an item needs, and then what expanding the items below it needs."""
+    known = item.bound_kind if isinstance(item, Variant) else -1
+    inside = layer_key(item.arrangement, 0)
+    for kind in BoundKind:
+        if kind >= BoundKind.TRADING:  # no rows are priced any more
+            inside = replace(inside, is_one_stage=False)
+        if kind >= min(known + 1, BoundKind.OF_LAYOUTS):
+            yield SearchTask(inside=inside, bound_kind=kind, arrangement=item.arrangement)
+
+
+@dataclass(slots=True)
+class _SearchWorker:
+    process: BaseProcess
+    pipe: Connection
+    task: SearchTask | None = None
+
+
+class Ahead:
+    """The workers of one search; they start when it has found the first prices itself.
+
+    So there are none if the cache knows all prices.
+    """
+
+    def __init__(self, bounds: Bounds, workers: int) -> None:
+        self._bounds, self._prices = bounds, bounds.costing.prices
+        self._missing = min(workers, MOST_WORKERS)
+        self._workers: list[_SearchWorker] = []
+        self._given: set[SearchTask] = set()
+
+    def __enter__(self) -> Ahead:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for worker in self._workers:
+            worker.process.terminate()
+            worker.pipe.close()
+        for worker in self._workers:
+            worker.process.join()
+
+    def look(self, now: SearchItem, soon: Iterable[SearchItem]) -> None:
+        """Take what the workers found, and give idle ones the tasks of items that come soon.
+
+        If a worker is finding the prices that the item which is expanded now needs, wait for it.
+        """
+        due = next(tasks_of(now))
+        for worker in list(self._workers):
+            task = worker.task
+            if task is not None and (_is_needed(task, due) or worker.pipe.poll()):
+                self._take(worker)
+        if self._missing and self._prices.have_grown:
+            self._start()
+        self._given.add(due)
+        busy = {worker.task.layouts for worker in self._workers if worker.task} | {due.layouts}
+        idle = [worker for worker in self._workers if worker.task is None]
+        for task in chain.from_iterable(zip_longest(*map(tasks_of, soon))) if idle else ():
+            if task is not None and task not in self._given and task.layouts not in busy:
+                self._give(idle.pop(), task)
+                busy.add(task.layouts)
+                if not idle:
+                    return
+
+    def _give(self, worker: _SearchWorker, task: SearchTask) -> None:
+        self._given.add(task)
+        worker.task = task
+        with suppress(OSError):  # a killed worker: `_take` removes it
+            worker.pipe.send(task)
+
+    def _take(self, worker: _SearchWorker) -> None:
+        """Wait for a worker's result; one that is stuck, or was killed, is left."""
+        worker.task = None
+        try:
+            if worker.pipe.poll(_PATIENCE_SECONDS):
+                for key, found in worker.pipe.recv():
+                    self._prices.add(key, found)
+                return
+        except (EOFError, OSError):  # killed, for example for its memory
+            pass
+        worker.process.kill()
+        self._workers.remove(worker)
+
+    def _start(self) -> None:
+        context = get_context("fork")
+        for _ in range(self._missing):
+            here, there = context.Pipe()
+            others = [*(one.pipe for one in self._workers), here]
+            work = (there, others, self._bounds)
+            process = context.Process(target=_work, args=work, daemon=True)
+            process.start()
+            there.close()
+            self._workers.append(_SearchWorker(process, here))
+        self._missing = 0
+
+
+def _work(pipe: Connection, others: Iterable[Connection], bounds: Bounds) -> None:
+    """Compute one task after another, until the search ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the search, which ends its workers
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.nice(_NICENESS)
+    for one in others:  # so that this worker notices when the search is gone
+        one.close()
+    prices = bounds.costing.prices
+    with suppress(EOFError, OSError):
+        while True:
+            task, before = pipe.recv(), prices.sizes()
+            with suppress(Exception):  # the search will meet it, too, and tell it
+                _find(bounds, task)
+            pipe.send(tuple(prices.since(before)))
+
+
+def _is_needed(task: SearchTask, due: SearchTask) -> bool:
+    """Whether a task finds what another needs."""
+    return task.layouts == due.layouts and task.bound_kind <= due.bound_kind
+
+
+def _find(bounds: Bounds, task: SearchTask) -> None:
+    """Find the prices of a task."""
+    if task.bound_kind is BoundKind.OF_LAYOUTS:
+        bounds.costing.solutions(task.arrangement)
+    else:
+        bounds.of_kind(task.bound_kind, task.arrangement)
