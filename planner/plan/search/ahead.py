@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain, zip_longest
-from multiprocessing import get_context
+from multiprocessing import current_process, get_context
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from types import TracebackType
@@ -32,11 +32,13 @@ _PATIENCE_SECONDS = 60.0  # then the search finds the prices itself
 
 
 def idle_cores() -> int:
-    """Return the number of cores that this process may use, besides its own; 0 unless on Linux.
+    """Return the number of cores that this process may use, besides its own.
 
-    Elsewhere, a process that has imported torch must not be forked.
+    It is 0 in a daemon, which may not start processes, and where a process that has imported torch
+    must not be forked: everywhere but on Linux.
     """
-    return len(os.sched_getaffinity(0)) - 1 if sys.platform == "linux" else 0
+    may_fork = sys.platform == "linux" and not current_process().daemon
+    return len(os.sched_getaffinity(0)) - 1 if may_fork else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

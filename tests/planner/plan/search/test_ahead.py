@@ -7,7 +7,7 @@ import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
-from multiprocessing import active_children
+from multiprocessing import active_children, get_context
 
 import pytest
 
@@ -99,3 +99,8 @@ def test_no_worker_starts_where_all_prices_are_known(monkeypatch: pytest.MonkeyP
     stored = dict(prices.grown())
     monkeypatch.setattr(ahead.Ahead, "_start", lambda _: pytest.fail("a worker starts"))
     plan_with(3, Prices(recall=lambda _, key: stored.get(key)))
+
+
+def test_a_daemon_starts_no_worker() -> None:
+    with get_context("fork").Pool(1) as pool:
+        assert pool.apply(ahead.idle_cores) == 0
