@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
+from types import MappingProxyType
 
 from autopar.codegen.forward.classes import CROSSING
 from autopar.codegen.forward.opened import CrossingTensor, OpenedSource, StageClass
@@ -206,7 +207,7 @@ def layer_lists(plan: Plan, subject: PlannedSubject, *, writing: Sequence[str]) 
         found.append(
             _listed(
                 one.table,
-                [p for p, mode in zip(paths, modes, strict=True) if p and mode.table == one.table],
+                [p for p, mode in zip(paths, modes, strict=True) if p and one.table in mode.tables],
             )
         )
     return Source("\n".join(found))
@@ -263,21 +264,33 @@ def _check_recomputed(
         raise LostLayersError(lost)
 
 
+# The script's constants with paths of layers, in their order there, and what it does with each of
+# these layers, or with all.
+CALLS: Mapping[str, str] = MappingProxyType(
+    {
+        "RECOMPUTED_IN_PART": 'recompute(layer, "selective")',
+        "RECOMPUTED": 'recompute(layer, "full")',
+        "CHUNKED": "chunk_logits(layer, LOSS_CHUNKS)",
+        "ON_HOST": "save_on_host(layers, mesh.device)",
+    }
+)
+
+
 def recomputations(plan: Plan, part: str) -> tuple[Recomputation, ...]:
-    """Return the script's tables of recomputed layers of `part`, one for each mode in the plan."""
-    modes = set(plan.layer_modes)
+    """Return the script's tables of layers of `part` that the plan's modes have."""
+    used = {table for mode in plan.layer_modes for table in mode.tables}
     return tuple(
-        Recomputation(mode.table, _call_of_mode(mode, f"submodules({part}, {mode.table})"))
-        for mode in Recompute
-        if mode.table and mode in modes
+        Recomputation(table, _call_of_table(made, f"submodules({part}, {table})"))
+        for table, made in CALLS.items()
+        if table in used
     )
 
 
-def _call_of_mode(mode: Recompute, layers: str) -> Source:
-    """Return the call of a mode: with all layers, or a loop that makes it with each."""
-    if "layers" in mode.call:
-        return Source(mode.call.replace("layers", layers))
-    return Source(f"for layer in {layers}:\n        {mode.call}")
+def _call_of_table(made: str, layers: str) -> Source:
+    """Return the call of a table: with all layers, or a loop that makes it with each."""
+    if "layers" in made:
+        return Source(made.replace("layers", layers))
+    return Source(f"for layer in {layers}:\n        {made}")
 
 
 def writing_layers(plan: Plan, subject: PlannedSubject) -> list[str]:

@@ -43,36 +43,30 @@ class Recompute(StrEnum):
     # of a layer that runs again: the ops whose results it saves besides its inputs; None: no op
     saved_ops: Callable[[Op, Kernels], bool] | None
     compiles: bool  # torch.compile takes layers in this mode
-    table: str  # the script's constant with these layers' paths; they stay module calls
-    call: str  # what the script does with each of these layers, or with all
+    tables: tuple[str, ...]  # the script's, with these layers' paths; they stay module calls
     makes_chunks: bool  # the loss makes the layer's logits, in chunks
-    is_on_host: bool  # what its ops keep lies in the host's memory until the backward
+    is_on_host: bool  # what it keeps lies in the host's memory until the backward
 
-    NONE = "none", False, None, True, "", "", False, False
+    NONE = "none", False, None, True, (), False, False
     # not compiled: inside compiled code, inductor decides by itself which products run again
-    SELECTIVE = (
-        *("selective", True, is_product, False, "RECOMPUTED_IN_PART"),
-        *('recompute(layer, "selective")', False, False),
-    )
-    FULL = "full", True, None, True, "RECOMPUTED", 'recompute(layer, "full")', False, False
-    CHUNKED = (
-        *("chunked", False, None, True, "CHUNKED"),
-        *("chunk_logits(layer, LOSS_CHUNKS)", True, False),
-    )
-    HOST = "host", False, None, True, "ON_HOST", "save_on_host(layers, mesh.device)", False, True
+    SELECTIVE = "selective", True, is_product, False, ("RECOMPUTED_IN_PART",), False, False
+    FULL = "full", True, None, True, ("RECOMPUTED",), False, False
+    CHUNKED = "chunked", False, None, True, ("CHUNKED",), True, False
+    HOST = "host", False, None, True, ("ON_HOST",), False, True
+    FULL_HOST = "full-host", True, None, True, ("RECOMPUTED", "ON_HOST"), False, True
 
     def __new__(cls, name: str, *row: Any) -> Self:
         """Return a mode with the columns of its row."""
         one = str.__new__(cls, name)
         one._value_ = name
-        one.runs_again, one.saved_ops, one.compiles, one.table, one.call = row[:5]
-        one.makes_chunks, one.is_on_host = row[5:]
+        one.runs_again, one.saved_ops, one.compiles, one.tables = row[:4]
+        one.makes_chunks, one.is_on_host = row[4:]
         return one
 
     @property
     def wraps_layers(self) -> bool:
         """Whether the script wraps layers in this mode, so that their module calls must remain."""
-        return bool(self.table)
+        return bool(self.tables)
 
     @property
     def spares_device(self) -> bool:

@@ -1,10 +1,10 @@
 """Keeps what the backward of a layer needs in the host's memory until this backward.
 
-In a layer's forward, each tensor that autograd saves is copied to the host, beside the computing of
-this layer and of the next one. After the next layer's forward, the device's memory is freed. In the
-backward, the tensors come back while the layer behind runs its backward. So the device holds the
-tensors of two layers. The last layer's tensors do not have to come back if its backward is next.
-On a CPU both memories are the host's.
+In a layer's forward, each tensor that autograd saves is copied to the host, beside the computing
+of this layer and of the next one. Of a recomputed layer these are its inputs. After the next
+layer's forward, the device's memory is freed. In the backward, the tensors come back while the
+layer behind runs its backward. So the device holds the tensors of two layers. The last layer's
+tensors do not have to come back if its backward is next. On a CPU both memories are the host's.
 
 Some tensors stay on the device: parameters, buffers, small tensors, small parts of a larger one,
 and tensors that three layers or more save, such as a mask or the angles of a rotary embedding.
@@ -34,8 +34,8 @@ _MOST_LAYERS = 2  # save one tensor: a layer that makes it, and the next one, wh
 def save_on_host(layers: Sequence[nn.Module], device: torch.device) -> None:
     """Let layers keep what their backwards need in the host's memory.
 
-    Call this after `compile_layers` and before `wrap`, with the layers in the order in which they
-    run. Memory of the host is used again in later steps.
+    Call this after `compile_layers` and `recompute`, and before `wrap`, with the layers in the
+    order in which they run. Memory of the host is used again in later steps.
     """
     shelf = _Shelf(HostLink(device), device)
     for layer in layers:

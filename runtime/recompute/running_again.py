@@ -13,7 +13,7 @@ forward gets them as they were before the first. Tensors and modules are not cop
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from enum import Enum
 from functools import lru_cache, partial, reduce, wraps
@@ -93,7 +93,6 @@ def _followed(kind: type[TorchDispatchMode]) -> type[TorchDispatchMode]:
     return Followed
 
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Forward = Callable[..., Any]
 
 _SHARED = (Tensor, nn.Module, FunctionType)
@@ -105,44 +104,36 @@ _PLAIN = (
 
 def run_alike(
     forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Forward, tuple[Any, ...], dict[str, Any]]:
-    """Return a function and arguments for checkpoint(), whose two runs then get equal arguments.
+) -> tuple[Forward, Sequence[Any]]:
+    """Return a function and its arguments for checkpoint(), whose two runs then get equal ones.
 
-    checkpoint() keeps the arguments that it is given until the backward, and passes them in both
-    runs. It is given a copy, which the function ignores: the first run takes the original
-    arguments, the second run another copy.
+    checkpoint() keeps the arguments until the backward, and passes them in both runs. They are all
+    positional: only such tensors can be kept in the host's memory. If some of the forward's own
+    arguments may change, they are the tensors and modules in these, and the function copies the
+    rest: the first run takes the original arguments, the second run a copy.
     """
-    copied = _copies((args, kwargs))
-    if copied is None:
-        return forward, args, kwargs
-    given = [(args, kwargs)]
+    places, names = len(args), tuple(kwargs)
 
-    def run(*_: Any, **__: Any) -> Any:
-        own_args, own_kwargs = given.pop() if given else copied()
-        return forward(*own_args, **own_kwargs)
+    def run(*own: Any) -> Any:
+        return forward(*own[:places], **dict(zip(names, own[places:], strict=True)))
 
-    return run, *copied()
-
-
-def _copies(given: Arguments) -> Callable[[], Arguments] | None:
-    """Return a function that copies arguments in their current state.
-
-    Return None if none of them needs a copy (`_is_plain`), or if they cannot be copied.
-    """
-    args, kwargs = given
-    if all(map(_is_plain, (*args, *kwargs.values()))):
-        return None
+    plain = run, (*args, *kwargs.values())
+    if all(map(_is_plain, plain[1])):
+        return plain
     shared, written = list[Any](), BytesIO()
     try:
-        _ObjectWriter(written, shared).dump(given)
+        _ObjectWriter(written, shared).dump((args, kwargs))
     except (pickle.PicklingError, TypeError, AttributeError):
-        return None  # pickle cannot copy an object of a local class, for example
+        return plain  # pickle cannot copy an object of a local class, for example
+    given = [(args, kwargs)]
 
-    def copied() -> Arguments:
-        found: Arguments = _ObjectReader(BytesIO(written.getbuffer()), shared).load()
-        return found
+    def run_copied(*own: Any) -> Any:
+        own_args, own_kwargs = (
+            given.pop() if given else _ObjectReader(BytesIO(written.getbuffer()), own).load()
+        )
+        return forward(*own_args, **own_kwargs)
 
-    return copied
+    return run_copied, shared
 
 
 def _is_plain(value: Any) -> bool:
@@ -170,7 +161,7 @@ class _ObjectWriter(pickle.Pickler):
 class _ObjectReader(pickle.Unpickler):
     """Unpickles objects that an _ObjectWriter has pickled."""
 
-    def __init__(self, file: BytesIO, shared: list[Any]) -> None:
+    def __init__(self, file: BytesIO, shared: Sequence[Any]) -> None:
         super().__init__(file)
         self.shared = shared
 
@@ -214,16 +205,15 @@ def recompute(module: nn.Module, mode: Mode, *, keep: Collection[str] | None = N
         def recomputed(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
-            run, args, kwargs = run_alike(forward, args, kwargs)
+            run, own = run_alike(forward, args, kwargs)
             return checkpoint(
                 run,
-                *args,
+                *own,
                 use_reentrant=False,
                 # `contexts` restores generators: torch misses a GPU whose tensors are all keyword
                 # arguments, and numbers drawn by saved ops
                 preserve_rng_state=False,
                 context_fn=contexts,
-                **kwargs,
             )
 
         return recomputed
@@ -232,14 +222,18 @@ def recompute(module: nn.Module, mode: Mode, *, keep: Collection[str] | None = N
 
 
 def wrap_forward(module: nn.Module, around: Callable[[Forward], Forward]) -> None:
-    """Replace a module's forward by a function around it, for this instance only."""
+    """Put a function around a module's forward, and around those already there.
+
+    This is done for the instance only.
+    """
+    inner = module.__dict__.get("forward") if OUTERMOST in module.__dict__ else None
     module.__class__ = class_with_forward(module)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         # looked up at each call, because batch norms may get a synchronised class later
         return type(module).forward(module, *args, **kwargs)
 
-    module.forward = wraps(module.forward)(around(forward))
+    module.forward = wraps(module.forward)(around(inner or forward))
     module.__dict__[OUTERMOST] = True
 
 

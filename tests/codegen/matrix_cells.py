@@ -215,6 +215,10 @@ KINDS: Mapping[str, Kind] = {
     "saved there pp zero-bubble-v 2": Kind(
         pipeline=2, schedule=_ZBV, stages_per_rank=2, recompute=Recompute.HOST
     ),
+    "inputs there ddp 2": Kind(data=2, recompute=Recompute.FULL_HOST),
+    "inputs there zero-3 2": Kind(data=2, zero=Zero.PARAMETERS, recompute=Recompute.FULL_HOST),
+    "inputs there tp+sp 2": Kind(tensor=2, splits=_SEQUENCE, recompute=Recompute.FULL_HOST),
+    "inputs there pp 2": Kind(pipeline=2, recompute=Recompute.FULL_HOST),
     "all there zero-3×tp+sp×pp 8": Kind(
         data=2,
         tensor=2,

@@ -48,6 +48,7 @@ STAND = {
     "zero-1×tp×pp 8", "full zero-3 2", "selective pp 2", "full pp zero-bubble-v 2",
     "host zero-3 2", "host zero-1×pp 4",
     "saved there ddp 2", "saved there tp+sp 2", "saved there pp interleaved-1f1b 2",
+    "inputs there ddp 2", "inputs there tp+sp 2",
 }  # fmt: skip
 IN_SINGLE_TOO = ("zero-3 2", "pp zero-bubble-v 2")
 

@@ -55,7 +55,8 @@ def layer_memory(
     deferred = sum(result_bytes(flow, one) for one in flow.ops if learned_elements(flow, one))
     memory = {}
     for mode in Recompute:
-        saved = saved_places(flow, mode)
+        kept = saved_places(flow, mode)
+        saved = _staying(flow, kept) if mode.is_on_host else kept
         again = sum(size for place, size in everything.items() if place not in saved)
         memory[mode] = LayerMemory(
             saved_bytes=sum(saved.values()),
@@ -63,7 +64,7 @@ def layer_memory(
             learning_bytes=learning + again if learned_gradient else 0,
             learned_gradient_bytes=learned_gradient,
             deferred_bytes=deferred,
-            host_saved_bytes=again if mode.is_on_host else 0,
+            host_saved_bytes=sum(kept.values()) - sum(saved.values()),
         )
     if chunking is not None:
         plain = memory[Recompute.NONE]
@@ -72,13 +73,11 @@ def layer_memory(
 
 
 def saved_places(flow: LayerFlow, mode: Recompute) -> dict[MemoryPlace, int]:
-    """Return what a layer saves in a mode.
+    """Return what a layer saves in a mode, on the device or on the host.
 
-    A layer that does not run again saves what its ops keep; on the host, except what other layers
-    use, too. One that runs again saves its inputs, and the results of the ops that the mode saves.
+    A layer that does not run again saves what its ops keep. One that runs again saves its inputs,
+    and the results of the ops that the mode saves.
     """
-    if mode.is_on_host:
-        return _staying(flow)
     if not mode.runs_again:
         return kept_places(flow)
     places = input_places(flow)
@@ -162,12 +161,12 @@ def _lent(flow: LayerFlow) -> dict[MemoryPlace, int]:
     return places
 
 
-def _staying(flow: LayerFlow) -> dict[MemoryPlace, int]:
+def _staying(flow: LayerFlow, kept: Mapping[MemoryPlace, int]) -> dict[MemoryPlace, int]:
     """Return what stays on the device: what several layers use, the batch, and small tensors."""
     lent, tensors = _lent(flow), flow.pricer.graph.tensors
     return {
         place: size
-        for place, size in kept_places(flow).items()
+        for place, size in kept.items()
         if place in lent or size < _LEAST_COPIED_BYTES
         or (place[0] in tensors and tensors[place[0]].origin is TensorOrigin.INPUT)
     }  # fmt: skip
@@ -228,17 +227,17 @@ def layer_costs(
     costs = {
         mode: _cost(flow, mode, memory[mode], own, output_bytes=output_bytes) for mode in Recompute
     }
-    if host_bytes_per_second:
-        cost = costs[Recompute.HOST]
-        waits = _host_wait_seconds(flow, host_bytes_per_second)
-        costs[Recompute.HOST] = replace(
-            cost,
-            backward_seconds=cost.backward_seconds + waits,
-            recompute_seconds=waits,
-            host_wait_seconds=waits,
-        )
-    else:
-        costs[Recompute.HOST] = costs[Recompute.NONE]
+    for mode in filter(lambda one: one.is_on_host, Recompute):
+        cost = costs[mode] if host_bytes_per_second else costs[Recompute.NONE]
+        if host_bytes_per_second:
+            waits = _host_wait_seconds(flow, mode, cost, host_bytes_per_second)
+            cost = replace(
+                cost,
+                backward_seconds=cost.backward_seconds + waits,
+                recompute_seconds=cost.recompute_seconds + waits,
+                host_wait_seconds=waits,
+            )
+        costs[mode] = cost
     if chunking is not None:
         more = _chunking_seconds(flow, chunking)
         cost = costs[Recompute.CHUNKED]
@@ -367,7 +366,9 @@ def _chunking_seconds(flow: LayerFlow, chunking: Chunking) -> float:
     return more + chunking.inside_seconds
 
 
-def _host_wait_seconds(flow: LayerFlow, bytes_per_second: float) -> float:
+def _host_wait_seconds(
+    flow: LayerFlow, mode: Recompute, cost: LayerCost, bytes_per_second: float
+) -> float:
     """Return how much longer a layer takes if what it keeps goes to the host and comes back.
 
         max(0, bytes ÷ link − forward) + max(0, bytes ÷ link − backward)
@@ -377,14 +378,14 @@ def _host_wait_seconds(flow: LayerFlow, bytes_per_second: float) -> float:
     backward behind. Both waits are counted in the backward. Left out: layers in other modes between
     them hide more. In a pipeline, the first of them in a backward adds a wait (stage_price.py).
     """
-    kept, staying = kept_places(flow), _staying(flow)
-    size, copies = sum(kept.values()) - sum(staying.values()), len(kept) - len(staying)
+    kept = saved_places(flow, mode)
+    size, copies = cost.host_saved_bytes, len(kept) - len(_staying(flow, kept))
     whole, host = Recomputed(ops=flow.ops, conversions=flow.conversions), flow.pricer.host
-    forward, backward = _forward(flow, whole), _backward(flow)
     started = _dispatches(whole) + _COPY_DISPATCHES * copies
-    starting = host.forward_region_seconds(_device_forward(whole), started) - forward
-    starting += _backward(flow, launches=_COPY_DISPATCHES * copies) - backward
-    exposed = sum(max(0.0, size / bytes_per_second - one) for one in (forward, backward))
+    starting = host.forward_region_seconds(_device_forward(whole), started) - cost.forward_seconds
+    starting += _backward(flow, launches=_COPY_DISPATCHES * copies) - _backward(flow)
+    beside = cost.forward_seconds, cost.backward_seconds
+    exposed = sum(max(0.0, size / bytes_per_second - one) for one in beside)
     return exposed + starting + 2 * size / flow.pricer.rates.own.stream_bytes_per_second
 
 

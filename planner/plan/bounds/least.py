@@ -354,6 +354,6 @@ def _most_in_float8(whole: LayerCost, degree: int) -> int:
 
 
 def _again_seconds(mode: Recompute, modes: Modes) -> float:
-    if mode.is_on_host:
-        return 0.0  # slower layouts hide more of the copies
-    return modes[mode].backward_seconds - modes[Recompute.NONE].backward_seconds
+    """Return what a mode computes again; slower layouts hide more of copies to the host."""
+    own, plain = modes[mode], modes[Recompute.NONE]
+    return own.backward_seconds - own.host_wait_seconds - plain.backward_seconds

@@ -286,11 +286,14 @@ class PriceBook:
 
     def _offered(self, costs: Modes, inside: LayerKey) -> Modes:
         """Return a layer's costs; on the host those of the device, if recomputing is as fast."""
-        again = max(cost.backward_seconds for mode, cost in costs.items() if mode.runs_again)
-        is_open = self.host_saving is HostSaving.IF_FASTER and inside.tensor == 1
-        if is_open and costs[Recompute.HOST].backward_seconds >= again:
-            return {**costs, Recompute.HOST: costs[Recompute.NONE]}
-        return costs
+        if self.host_saving is not HostSaving.IF_FASTER:
+            return costs
+        here = [one for one in costs if one.runs_again and not one.is_on_host]
+        again = max(costs[mode].backward_seconds for mode in here)
+        is_first = inside.tensor == 1  # later, `_links` says so
+        slow = {one for one, own in costs.items() if is_first and own.backward_seconds >= again}
+        closed = [one for one in Recompute if one.is_on_host and (one.runs_again or one in slow)]
+        return {**costs, **dict.fromkeys(closed, costs[Recompute.NONE])}
 
     @cached_property
     def _shared(self) -> tuple[SharedWeights, ...]:

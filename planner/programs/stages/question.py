@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
+from operator import le
 
 from autopar.planner.costs.prediction import Arrangement, LayerCost, Modes, Recompute
 from autopar.planner.costs.schedules.orders import PipelineShape
@@ -102,15 +103,17 @@ class StageQuestion:
         return self.rows[kind][self.examples[number]]
 
     def modes_of(self, kind: int, number: int) -> tuple[Recompute, ...]:
-        """Return the modes of a class that differ in cost, the simplest first."""
+        """Return the modes of a class, the simplest first, without those that another beats."""
         example = self.examples[number]
-        row, seen, modes = self.rows[kind][example], set(), []
-        for mode, cost in row.items():
-            amounts = _amounts(cost)
-            if mode in self.allowed[example] and amounts not in seen:
-                seen.add(amounts)
-                modes.append(mode)
-        return tuple(modes)
+        known: dict[_Amounts, Recompute] = {}
+        for mode, cost in self.rows[kind][example].items():
+            if mode in self.allowed[example]:
+                known.setdefault(_amounts(cost), mode)
+        return tuple(
+            mode
+            for own, mode in known.items()
+            if not any(other != own and all(map(le, other, own)) for other in known)
+        )
 
     @cached_property
     def windows(self) -> tuple[tuple[int, int], ...]:
@@ -203,22 +206,30 @@ def within_host(
     arrangement: Arrangement,
     limit_bytes: int,
 ) -> tuple[frozenset[Recompute], ...]:
-    """Return the modes of layers without the host's memory, if all together need more of it.
+    """Return the modes of layers without those for which the host's memory is too small.
 
+    A mode is one if all layers together need more. The modes with more tensors there go first.
     Stages count as equal. A layer keeps the mode if it has no other.
     """
-    pairs = zip(allowed, rows, strict=True)
-    saved = sum(
-        modes[Recompute.HOST].host_saved_bytes * (Recompute.HOST in own) for own, modes in pairs
-    )
-    if not saved:
-        return allowed
     held = sum(host_bytes(modes[Recompute.NONE], arrangement) for modes in rows)
     flying = max(in_flight(arrangement.schedule, pipeline_shape(arrangement)))
-    if held + saved * flying <= limit_bytes * arrangement.pipeline:
-        return allowed
-    return tuple((own - {Recompute.HOST}) or own for own in allowed)
+    for mode in (None, *(one for one in Recompute if one.is_on_host)):
+        allowed = tuple((own - {mode}) or own for own in allowed)
+        saved = sum(
+            max((modes[one].host_saved_bytes for one in own if one.is_on_host), default=0)
+            for own, modes in zip(allowed, rows, strict=True)
+        )
+        if not saved or held + saved * flying <= limit_bytes * arrangement.pipeline:
+            break
+    return allowed
 
 
-def _amounts(cost: LayerCost) -> tuple[float, int, int]:
-    return cost.backward_seconds, cost.saved_bytes, cost.transient_bytes
+_Amounts = tuple[float, int, int, int, int, bool]
+
+
+def _amounts(cost: LayerCost) -> _Amounts:
+    """Return all that a mode changes; less of each is better."""
+    return (
+        *(cost.backward_seconds, cost.saved_bytes, cost.transient_bytes, cost.learning_bytes),
+        *(cost.host_saved_bytes, cost.recompute_seconds > 0),
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from autopar.codegen.script.layer_lists import CALLS
 from autopar.planner.costs.prediction import Recompute, Zero
 from autopar.runtime import recompute as runtime_recompute
 from autopar.runtime import tensor
@@ -12,16 +13,19 @@ from autopar.runtime.recompute.running_again import SAVED
 
 
 def test_scripts_recompute_in_each_mode_that_runs_again() -> None:
-    assert set(SAVED) == {mode.value for mode in Recompute if mode.runs_again}
-    assert {mode for mode, saved in SAVED.items() if saved is not None} == {
-        mode.value for mode in Recompute if mode.saved_ops is not None
-    }
+    for mode in Recompute:
+        calls = [CALLS[table] for table in mode.tables]
+        names = [name for name in SAVED if f'recompute(layer, "{name}")' in calls]
+        assert len(names) == mode.runs_again
+        assert all((SAVED[name] is None) == (mode.saved_ops is None) for name in names)
+        assert ("save_on_host(layers, mesh.device)" in calls) == mode.is_on_host
 
 
 def test_the_runtime_has_what_scripts_call_for_layers_in_each_mode() -> None:
-    for mode in Recompute:
-        name = mode.call.partition("(")[0]
-        assert not mode.wraps_layers or hasattr(tensor, name) or hasattr(runtime_recompute, name)
+    assert {table for mode in Recompute for table in mode.tables} == set(CALLS)
+    for call in CALLS.values():
+        name = call.partition("(")[0]
+        assert hasattr(tensor, name) or hasattr(runtime_recompute, name)
 
 
 @pytest.mark.parametrize("level", Zero)

@@ -150,6 +150,16 @@ def test_compiled_and_recomputed_layers_save_on_the_host_alike() -> None:
         assert torch.allclose(own, same, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
+def test_recomputed_layers_get_their_inputs_back_from_the_host(order: Sequence[int]) -> None:
+    plain, there = made(), made()
+    for block in there.blocks:
+        recompute(block, "full")
+    save_on_host(list(there.blocks), CPU)
+    for own, same in zip(gradients(there, order), gradients(plain, order), strict=True):
+        assert torch.equal(own, same)
+
+
 class Watched:
     """The saved tensors that are on the device, and the memory that the host has given."""
 
@@ -205,6 +215,50 @@ def test_the_device_holds_the_tensors_of_two_layers_however_many_there_are(
     of_few, of_many = most_on_device(few, watched), most_on_device(many, watched)
     assert of_few == of_many > 0
     assert watched.bytes_on_device() == 0  # after the backward
+
+
+class NamedInputs(Model):
+    """Gives its blocks their inputs by name."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = torch.ones(ROWS, WIDTH, dtype=x.dtype)
+        for block in self.blocks:
+            x = block(x=x, scale=scale)
+        return torch.as_tensor(self.head(x).square().mean())
+
+
+class Carried(Model):
+    """Gives its blocks a list with their input, which they may change."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = torch.ones(ROWS, WIDTH, dtype=x.dtype)
+        for block in self.blocks:
+            (x,) = block([x], scale)
+        return torch.as_tensor(self.head(x).square().mean())
+
+
+class CarryingBlock(Block):
+    def forward(self, x: list[Tensor], scale: Tensor) -> list[Tensor]:  # type: ignore[override]
+        return [super().forward(x.pop(), scale)]
+
+
+@pytest.mark.parametrize("kind", [Model, NamedInputs, Carried])
+def test_the_device_holds_the_inputs_of_two_recomputed_layers(
+    kind: type[Model], watched: Watched
+) -> None:
+    sizes = []
+    for blocks in (3, 9):
+        torch.manual_seed(0)
+        model = kind(blocks).double()
+        if kind is Carried:
+            model.blocks = nn.ModuleList(CarryingBlock() for _ in range(blocks)).double()
+        for block in model.blocks:
+            recompute(block, "full")
+        save_on_host(list(model.blocks), CPU)
+        sizes.append(most_on_device(model, watched))
+    of_one = 2 * ROWS * WIDTH * 8  # rows of the batch, in float64
+    assert of_one <= sizes[0] == sizes[1] < 4 * of_one
+    assert len(watched.given) >= 3 + 9  # each layer's input
 
 
 def test_later_steps_use_the_memory_of_the_host_again(watched: Watched) -> None:

@@ -81,10 +81,30 @@ def test_copies_take_what_forward_and_backward_do_not_hide() -> None:
     assert waits(size / plain.backward_seconds) == pytest.approx(exposed + beside)
 
 
-def test_without_a_link_the_host_is_no_mode_of_its_own() -> None:
+@pytest.mark.parametrize("mode", [mode for mode in Recompute if mode.is_on_host])
+def test_without_a_link_the_host_is_no_mode_of_its_own(mode: Recompute) -> None:
     prices = pricer()
     found = costs(prices, layer_of(prices, "Block"), 0.0)
-    assert found[Recompute.HOST] == found[Recompute.NONE]
+    assert found[mode] == found[Recompute.NONE]
+
+
+def test_a_layer_that_runs_again_has_only_its_inputs_on_the_host() -> None:
+    prices = pricer(batch=32)
+    block, inputs = layer_of(prices, "Block"), 2 * 8 * SBH
+    found = costs(prices, block, 1e12)
+    own, full = found[Recompute.FULL_HOST], found[Recompute.FULL]
+    assert (own.saved_bytes, own.host_saved_bytes) == (0, inputs)
+    assert full.saved_bytes == inputs
+    assert own.transient_bytes == full.transient_bytes + inputs
+    # 2 · inputs pass the device's memory; forward and backward, with its recomputation, hide the
+    # copies until these take longer
+    beside = 2 * inputs / prices.rates.own.stream_bytes_per_second
+    assert own.host_wait_seconds == pytest.approx(beside)
+    assert own.recompute_seconds == pytest.approx(full.recompute_seconds + beside)
+    assert own.backward_seconds == pytest.approx(full.backward_seconds + beside)
+    slow = costs(prices, block, inputs / full.backward_seconds)[Recompute.FULL_HOST]
+    exposed = full.backward_seconds - full.forward_seconds
+    assert slow.host_wait_seconds == pytest.approx(exposed + beside)
 
 
 def there(**changes: float) -> LayerCost:

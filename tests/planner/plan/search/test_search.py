@@ -317,6 +317,26 @@ def test_layers_save_on_the_host_where_nothing_else_fits() -> None:
     assert "what layers save for the backward on the host" in raised.value.found
 
 
+def test_only_recomputed_layers_with_inputs_on_the_host_fit_where_both_memories_are_small() -> None:
+    places: dict[str, object] = {"pins__dp": 2, "pins__zero": 3, "pins__microbatch": 1}
+    places["offload"] = "none"
+
+    def all_in(mode: Recompute, **limits: object) -> Plan:
+        return tiny(2, rule(RecomputePin(modules="*", mode=mode)), **places, **limits)
+
+    least = all_in(Recompute.FULL_HOST).prediction.peak_memory
+    limits = {
+        "limits__memory": f"{least.device_bytes} B",
+        "limits__host_memory": f"{least.host_bytes} B",
+    }
+    found = tiny(2, **places, **limits)
+    assert Recompute.FULL_HOST in found.layer_modes
+    assert not tiny(2, **places).layer_modes.count(Recompute.FULL_HOST)
+    for mode in {Recompute.NONE, Recompute.SELECTIVE, Recompute.FULL, Recompute.HOST}:
+        with pytest.raises(InfeasibleError):
+            all_in(mode, **limits)
+
+
 def test_layers_save_on_the_host_where_that_is_faster_than_to_compute_again() -> None:
     model = ("llama.py", "size=8b", "layers=4")
     places: dict[str, Any] = {"pins__microbatch": 8, "global_batch": 8, "offload": "none"}

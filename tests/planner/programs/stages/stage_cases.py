@@ -73,6 +73,7 @@ def random_modes(random: Random) -> Modes:
         Recompute.FULL: again(plain, share=1.0, kept=0.1, more=saved),
         Recompute.CHUNKED: plain,
         Recompute.HOST: plain,
+        Recompute.FULL_HOST: plain,
     }
 
 
@@ -89,7 +90,18 @@ def with_host(modes: Modes) -> Modes:
     there = again(plain, share=0.08, kept=0.0, more=plain.saved_bytes)
     waits = there.recompute_seconds
     there = replace(there, host_saved_bytes=plain.saved_bytes, host_wait_seconds=waits)
-    return {**modes, Recompute.HOST: there}
+    full, waits = modes[Recompute.FULL], 0.01 * plain.forward_seconds
+    inputs = replace(
+        full,
+        backward_seconds=full.backward_seconds + waits,
+        recompute_seconds=full.recompute_seconds + waits,
+        saved_bytes=0,
+        transient_bytes=full.transient_bytes + full.saved_bytes,
+        learning_bytes=full.learning_bytes + full.saved_bytes,
+        host_saved_bytes=full.saved_bytes,
+        host_wait_seconds=waits,
+    )
+    return {**modes, Recompute.HOST: there, Recompute.FULL_HOST: inputs}
 
 
 def on_host(case: StageCase) -> StageCase:
