@@ -277,7 +277,8 @@ class LayerCost:
     measured_seconds: float  # the measured part of forward and backward; the rest is by formula
     whole_gradient_bytes: int = 0  # of these and of tied weights: compression sends them whole
     thin_gradient_bytes: int = 0  # of the other gradients, as PowerSGD sends them
-    float8_elements: int = 0  # of weights that can be gathered in float8 instead of 16 bits
+    # rows and elements of each weight that can be gathered in float8 instead of 16 bits
+    float8_weights: tuple[tuple[int, int], ...] = ()
     trainable_tensors: int = 0  # tensors that contain the trainable elements
     # how far memory rises above saved_bytes in the backward of the op with weights that needs most,
     # without that weight's gradient; negative if later ops have freed more

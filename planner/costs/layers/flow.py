@@ -52,7 +52,7 @@ class LayerParameters:
     replicated_gradient_bytes: int
     whole_gradient_bytes: int
     thin_gradient_bytes: int
-    float8_elements: int
+    float8_weights: tuple[tuple[int, int], ...]
     waiting_gradient_bytes: int
 
 
@@ -88,7 +88,10 @@ def layer_parameters(
             for name in learned
             if name not in summed
         ),
-        float8_elements=sum(elements[name] for name in _in_float8(flow) if name in elements),
+        float8_weights=tuple(
+            (_rows(known[name], layouts[name], flow.degree), elements[name])
+            for name in sorted(_in_float8(flow).intersection(elements))
+        ),
         waiting_gradient_bytes=_waiting_bytes(flow, parameters, shared.waiting, frozenset(used)),
     )
 

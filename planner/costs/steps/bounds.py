@@ -31,7 +31,7 @@ from autopar.planner.costs.steps.framework import FrameworkConstants, gradient_s
 from autopar.planner.costs.steps.overlap import Seconds, summing
 from autopar.planner.costs.steps.stage_load import RankGroups
 from autopar.planner.costs.steps.stage_price import copy_byte_seconds
-from autopar.planner.costs.steps.state import gathers_float8
+from autopar.planner.costs.steps.state import float8_parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +69,7 @@ class DataBound:
         constants: FrameworkConstants,
     ) -> None:
         self.arrangement, self.groups, self.constants = arrangement, groups, constants
-        self.least_share = 0.5 if gathers_float8(arrangement) else 1.0  # of parameters' bytes
+        self.least_share = 0.5 if float8_parts(arrangement) else 1.0  # of parameters' bytes
         self.slowing = constants.overlap_slowdown / (1.0 + constants.overlap_slowdown)
         self.copy_byte_seconds = copy_byte_seconds(groups.fastest_rates)
 

@@ -21,8 +21,8 @@ from autopar.planner.costs.schedules.table import SCHEDULES, Moments
 from autopar.planner.costs.steps.framework import FrameworkConstants
 from autopar.planner.costs.steps.stage_load import LayerWork, StageLoad
 from autopar.planner.costs.steps.state import (
+    float8_parts,
     gathered_bytes,
-    gathers_float8,
     host_bytes,
     lasting_bytes,
     own_part,
@@ -124,7 +124,7 @@ def layer_unsharded_bytes(cost: LayerCost, arrangement: Arrangement) -> int:
 
 def _gathered_bytes(cost: LayerCost, arrangement: Arrangement) -> int:
     """Return the parameters that ZeRO-3 gathers for a layer."""
-    size = gathered_bytes(cost, in_float8=gathers_float8(arrangement))
+    size = gathered_bytes(cost, float8_parts=float8_parts(arrangement))
     return int(arrangement.divided.divides_parameters * size)
 
 

@@ -34,7 +34,7 @@ class LayerLoad:
     gradient_bytes: float
     whole_gradient_bytes: float = 0.0  # of these, what compression sends whole
     thin_gradient_bytes: float = 0.0  # of the others, as PowerSGD sends them
-    float8_elements: int = 0  # of weights that can be gathered in float8
+    float8_weights: tuple[tuple[int, int], ...] = ()  # rows and elements; gathered in float8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

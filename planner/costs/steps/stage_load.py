@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
@@ -21,6 +22,7 @@ from autopar.planner.costs.kernels.rates import Throughput, rates_of
 from autopar.planner.costs.prediction import Arrangement, LayerCost
 from autopar.planner.costs.schedules.simulation import StageSeconds
 from autopar.planner.costs.steps.overlap import LayerLoad
+from autopar.planner.costs.steps.state import float8_elements, float8_parts
 from autopar.planner.precision import GRADIENT_BYTES, Compression, Precision
 
 
@@ -68,7 +70,7 @@ class StageLoad:
     replicated_gradient_bytes: int
     whole_gradient_bytes: int
     thin_gradient_bytes: int
-    float8_elements: int
+    float8_weights: tuple[tuple[int, int], ...]  # rows, and elements of all weights with so many
     deferred_bytes: int
     host_saved_bytes: int
     host_wait_seconds: float
@@ -116,7 +118,7 @@ class StageLoad:
 
 # Each of these fields is the sum of the layers' costs in the field of the same name.
 _SUMMED = {one.name for one in fields(StageLoad)} & {one.name for one in fields(LayerCost)} - {
-    "output_bytes"
+    *("output_bytes", "float8_weights")
 }
 
 
@@ -125,8 +127,13 @@ def stage_load(layers: Sequence[LayerCost]) -> StageLoad:
     runs = tuple(_runs(layers))
 
     sums = {name: sum(count * getattr(cost, name) for cost, count in runs) for name in _SUMMED}
+    narrow = Counter[int]()
+    for cost, count in runs:
+        for rows, elements in cost.float8_weights:
+            narrow[rows] += count * elements
     return StageLoad(
         **sums,
+        float8_weights=tuple(narrow.items()),
         output_bytes=layers[-1].output_bytes if layers else 0,
         works=tuple(_works(runs)),
         layers=tuple(
@@ -157,7 +164,7 @@ def _load(cost: LayerCost) -> LayerLoad:
         forward_seconds=cost.forward_seconds,
         backward_seconds=cost.backward_seconds,
         parameter_bytes=cost.parameter_bytes,
-        float8_elements=cost.float8_elements,
+        float8_weights=cost.float8_weights,
         gradient_bytes=cost.gradient_bytes,
         whole_gradient_bytes=cost.whole_gradient_bytes,
         thin_gradient_bytes=cost.thin_gradient_bytes,
@@ -206,6 +213,21 @@ def norm_seconds(groups: RankGroups, arrangement: Arrangement) -> float:
     is_sharded = arrangement.zero.divides_optimizer
     shapes = (groups.tensor, *((groups.shard,) if is_sharded else ()), groups.stages)
     return sum(collective_seconds(Collective.ALL_REDUCE, _NORM_BYTES, shape) for shape in shapes)
+
+
+def scale_seconds(
+    load: StageLoad, rates: Throughput, groups: RankGroups, arrangement: Arrangement
+) -> float:
+    """Return the seconds to find the scales of weights that are gathered in float8, once a step.
+
+    Each rank reads its parts, and one all-reduce finds the largest elements of whole weights.
+    """
+    parts = float8_parts(arrangement)
+    elements = float8_elements(load, parts)
+    if not elements:
+        return 0.0
+    reading = arrangement.precision.item_bytes * elements / parts / rates.stream_bytes_per_second
+    return reading + summed_seconds(groups.shard, GRADIENT_BYTES * load.trainable_tensors)
 
 
 def summed_seconds(shape: GroupShape, size_bytes: float) -> float:

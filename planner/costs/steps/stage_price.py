@@ -55,12 +55,13 @@ from autopar.planner.costs.steps.stage_load import (
     RepeatedLayers,
     StageLoad,
     outer_seconds,
+    scale_seconds,
     sent_bytes,
     stage_load,
     summed_seconds,
     with_first_fetch,
 )
-from autopar.planner.costs.steps.state import gathered_bytes, gathers_float8
+from autopar.planner.costs.steps.state import float8_elements, float8_parts, gathered_bytes
 from autopar.planner.precision import GRADIENT_BYTES, Compression
 
 
@@ -77,7 +78,7 @@ class DataGroups:
     slowdown: float
     copy_byte_seconds: float  # of copying between communication buffers and parameters
     gathers_ahead: bool = False  # ZeRO-1 gathers beside the next forward, not before it
-    gathers_float8: bool = False  # weights of products in float8
+    float8_parts: int = 0  # of weights that are gathered in float8
     reduces_each: bool = False  # in every backward of a step
     to_host_byte_seconds: float = 0.0  # of this rank's part of a gradient; 0: it stays here
     from_host_byte_seconds: float = 0.0  # of this rank's part of a layer
@@ -143,7 +144,7 @@ def _as_sent(load: LayerLoad, groups: DataGroups) -> LayerLoad:
     own, whole, thin = load.gradient_bytes, load.whole_gradient_bytes, load.thin_gradient_bytes
     return replace(
         load,
-        parameter_bytes=gathered_bytes(load, in_float8=groups.gathers_float8),
+        parameter_bytes=gathered_bytes(load, float8_parts=groups.float8_parts),
         gradient_bytes=sent_bytes(own, whole, thin, groups.compression),
     )
 
@@ -192,7 +193,8 @@ def _sharded(loads: Sequence[LayerLoad], groups: DataGroups, microbatches: int) 
             forward_seconds=load.forward_seconds + each * load.parameter_bytes,
             backward_seconds=load.backward_seconds
             + each * load.parameter_bytes
-            + each * load.gradient_bytes,
+            + each * load.gradient_bytes
+            + _casting_seconds(load, groups),
         )
         for load in {id(load): load for load in loads}.values()  # equal layers are one object
     }
@@ -211,6 +213,25 @@ def _sharded(loads: Sequence[LayerLoad], groups: DataGroups, microbatches: int) 
         gathers=2 * microbatches * _gathers(loads),
         reductions=microbatches * _reductions(loads),
     )
+
+
+_CAST_BYTES = 27  # to cast an element: fp32 (6), scaled (8), clamped (8), in float8 (5)
+_SPARED_BYTES = 6  # of casts that a layer is priced with: 5 in the forward, and 3, not 2 to turn it
+
+
+def _casting_seconds(load: LayerLoad, groups: DataGroups) -> float:
+    """Return how much longer it takes to cast parts of weights for gathers than whole weights.
+
+        elements · max(0, 2 gathers · 27 ÷ ranks − 6) bytes ÷ bandwidth
+
+    Kernels of torchao cast each part, one after another, which is not compiled: to fp32, by the
+    scale, to the range of float8, to float8 (`hp_tensor_and_scale_to_float8`, `to_fp8_saturated`).
+    Then layers do not cast whole weights; but their price says so (`cast_seconds`), and backwards
+    turn weights (`Float8`). Leaves out the time that this spares from 10 ranks on.
+    """
+    moved = 2 * _CAST_BYTES / max(1, groups.float8_parts) - _SPARED_BYTES
+    elements = float8_elements(load, groups.float8_parts)
+    return elements * max(0.0, moved) * groups.copy_byte_seconds / 2
 
 
 def _reduced(loads: Sequence[LayerLoad], groups: DataGroups, microbatches: int) -> DataSeconds:
@@ -343,6 +364,7 @@ def _optimizer_seconds(
     """Return the optimizer's seconds for one stage, on the slowest device of its rank."""
     updated = max(
         update_seconds(load.trainable, arrangement, constants, rates=rates, host=groups.host)
+        + scale_seconds(load, rates, groups, arrangement)
         for rates in devices
     )
     return updated + load.trainable_tensors * constants.optimizer_tensor_seconds
@@ -363,7 +385,7 @@ def data_groups(
         slowdown=constants.overlap_slowdown,
         copy_byte_seconds=copy_byte_seconds(groups.slowest_rates(rank)),
         gathers_ahead=constants.gathers_ahead,
-        gathers_float8=gathers_float8(arrangement),
+        float8_parts=float8_parts(arrangement),
         reduces_each=arrangement.reduces_each,
         to_host_byte_seconds=to_host_byte_seconds(arrangement, constants, groups.host),
         from_host_byte_seconds=from_host_byte_seconds(arrangement, constants, groups.host),

@@ -42,19 +42,27 @@ class GatheredParameters(Protocol):
         """Bytes of parameters."""
 
     @property
-    def float8_elements(self) -> int:
-        """Elements of weights that can be gathered in float8 instead of 16 bits."""
+    def float8_weights(self) -> tuple[tuple[int, int], ...]:
+        """Rows and elements of weights that can be gathered in float8 instead of 16 bits."""
 
 
-def gathers_float8(arrangement: Arrangement) -> bool:
-    """Whether weights of float8 products are gathered in float8: by ZeRO-3, from the device."""
+def float8_parts(arrangement: Arrangement) -> int:
+    """Return of how many parts ZeRO-3 gathers weights of float8 products in float8.
+
+    0 if it gathers them as they are: from the host, or with other scales.
+    """
     is_here = arrangement.divided.divides_parameters and not arrangement.shards_on_host
-    return arrangement.float8.gathers and is_here
+    return arrangement.shard if arrangement.float8.gathers and is_here else 0
 
 
-def gathered_bytes(load: GatheredParameters, *, in_float8: bool) -> float:
+def float8_elements(load: GatheredParameters, parts: int) -> int:
+    """Return the elements that are gathered in float8: of weights whose rows the parts divide."""
+    return sum(size for rows, size in load.float8_weights if parts and rows % parts == 0)
+
+
+def gathered_bytes(load: GatheredParameters, *, float8_parts: int) -> float:
     """Return the bytes of parameters as they are gathered: an element in float8 takes one less."""
-    return load.parameter_bytes - load.float8_elements * in_float8
+    return load.parameter_bytes - float8_elements(load, float8_parts)
 
 
 def reduced_state_bytes(totals: ParameterTotals, arrangement: Arrangement) -> int:

@@ -24,7 +24,7 @@ from autopar.planner.costs.steps.stage_load import (
     summed_seconds,
 )
 from autopar.planner.costs.steps.stage_price import DataSeconds
-from autopar.planner.costs.steps.state import gathered_bytes, gathers_float8
+from autopar.planner.costs.steps.state import float8_parts, gathered_bytes
 from autopar.planner.precision import Compression
 
 _ROUNDING = 1e-12  # idle times up to this share of the pipeline's time are rounding errors
@@ -225,7 +225,7 @@ def _data_terms(step: StepTerms, busiest: BusiestRank) -> Iterator[Communication
     loads = [step.loads[stage] for stage in busiest.stages]
     gathers = sum(one.gathers_alone for one in own)
     reductions = sum(one.reductions_alone for one in own)
-    each = arrangement.microbatches
+    each, parts = arrangement.microbatches, float8_parts(arrangement)
     is_sharded = arrangement.zero.divides_parameters
     waited = each * sum(one.each_forward for one in own) + step.first_gather_seconds
     yield CommunicationTerm(
@@ -234,7 +234,7 @@ def _data_terms(step: StepTerms, busiest: BusiestRank) -> Iterator[Communication
         ranks=arrangement.shard,
         count=sum(one.gathers for one in own),
         payload_bytes=(2 * each if is_sharded else 1)
-        * sum(int(gathered_bytes(load, in_float8=gathers_float8(arrangement))) for load in loads),
+        * sum(int(gathered_bytes(load, float8_parts=parts)) for load in loads),
         seconds=gathers,
         exposed_seconds=min(waited, gathers),
     )
@@ -309,7 +309,7 @@ def _sent_bytes(load: StageLoad, arrangement: Arrangement) -> int:
 def _gather_words(arrangement: Arrangement) -> str:
     fetched = "fetched from the host" if arrangement.shards_on_host else ""
     gathered = "gathered over the data axis" if arrangement.averaging_ranks > 1 else ""
-    narrow = ", weights of float8 products in float8" if gathers_float8(arrangement) else ""
+    narrow = ", weights of float8 products in float8" if float8_parts(arrangement) else ""
     return f"parameters {' and '.join(filter(None, (fetched, gathered)))}{narrow}"
 
 

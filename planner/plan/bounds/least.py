@@ -330,7 +330,7 @@ def _from_unsplit(mode: Recompute, least: LeastLayer, unsplit: Modes, degree: in
         backward_seconds=backward,
         weight_gradient_seconds=max(0.0, backward - least.input_gradient_seconds),
         **{name: getattr(whole, name) // degree for name in _DIVIDED},
-        float8_elements=_most_in_float8(whole, degree),
+        float8_weights=_most_in_float8(whole, degree),
     )
 
 
@@ -341,16 +341,18 @@ def _at_least(mode: Recompute, fastest: Modes, unsplit: Modes, degree: int) -> L
         own,
         backward_seconds=plain.backward_seconds + max(0.0, again),
         **{name: min(getattr(own, name), getattr(whole, name) // degree) for name in _DIVIDED},
-        float8_elements=_most_in_float8(whole, degree),
+        float8_weights=_most_in_float8(whole, degree),
     )
 
 
-def _most_in_float8(whole: LayerCost, degree: int) -> int:
-    """Return the most elements that a layout gathers in float8; they have 2 bytes each otherwise.
+def _most_in_float8(whole: LayerCost, degree: int) -> tuple[tuple[int, int], ...]:
+    """Return the most that a layout gathers in float8; its elements have 2 bytes each otherwise.
 
-    Some layouts take products out of float8, so the fastest layout does not tell.
+    Some layouts take products out of float8, so the fastest layout does not tell. All ranks divide
+    0 rows.
     """
-    return min(whole.float8_elements, whole.parameter_bytes // degree // 2)
+    elements = sum(size for _, size in whole.float8_weights)
+    return ((0, min(elements, whole.parameter_bytes // degree // 2)),)
 
 
 def _again_seconds(mode: Recompute, modes: Modes) -> float:

@@ -8,7 +8,7 @@ import pytest
 
 from autopar.planner.costs.prediction import Zero
 from autopar.planner.costs.schedules.table import ScheduleKind
-from autopar.planner.costs.steps.state import gathers_float8
+from autopar.planner.costs.steps.state import float8_parts
 from autopar.planner.precision import Float8
 from benchmarks.validation.practice import Attention
 from benchmarks.validation.predict_row import layers_per_stage
@@ -107,7 +107,7 @@ def test_weights_are_gathered_in_float8_where_the_text_says_so(tmp_path: Path, s
     for gathered, gathers in (("float8 all-gather", scales == "tensorwise"), ("", False)):
         notes = f"{scales}, {gathered}"
         row = a_row(tmp_path, **COMPILED, dtype="fp8", fsdp="FULL_SHARD", notes=notes)
-        assert gathers_float8(settings_of(row).arrangement) is gathers
+        assert bool(float8_parts(settings_of(row).arrangement)) is gathers
 
 
 def test_a_global_batch_that_is_not_stated_is_a_microbatch_of_each_data_rank(

@@ -115,7 +115,8 @@ def test_the_weights_of_a_layers_products_can_be_gathered_in_float8() -> None:
     weights = 2 * WIDE * WIDE + 2 * WIDE * WIDE // 4 + 3 * WIDE * FFN
     for float8, elements in ((Float8.NONE, 0), (Float8.TENSORWISE, weights)):
         own = layer_parameters(flow_of(prices(float8)), {}, UNSHARED)
-        assert own.float8_elements == elements
+        assert sum(size for _, size in own.float8_weights) == elements
+        assert all(size % rows == 0 for rows, size in own.float8_weights)
         assert own.parameter_bytes == 2 * (weights + 2 * WIDE)
 
 

@@ -13,7 +13,7 @@ from autopar.planner.costs.collectives.choice import collective_seconds
 from autopar.planner.costs.prediction import Offload, Zero
 from autopar.planner.costs.steps.stage_load import sent_bytes, stage_load
 from autopar.planner.costs.steps.stage_price import NOTHING, DataGroups, data_seconds
-from autopar.planner.costs.steps.state import gathers_float8
+from autopar.planner.costs.steps.state import float8_parts
 from autopar.planner.precision import Compression, Float8
 from tests.planner.costs.step_factories import ARRANGEMENT, LAYER, layer
 
@@ -137,20 +137,53 @@ def test_zero_3_gathers_twice_per_microbatch_and_hides_most_of_it() -> None:
 
 def test_weights_in_float8_take_half_of_their_bytes_and_only_zero_3_gathers_them_so() -> None:
     # of 2 MB in 16 bits, 800,000 elements are of float8 products: 1.2 MB are gathered
-    half = stage_load([replace(LAYER, float8_elements=800_000)] * 4).layers
-    sharded = replace(GROUPS, zero=Zero.PARAMETERS, gathers_float8=True)
+    half = stage_load([replace(LAYER, float8_weights=((800, 800_000),))] * 4).layers
+    sharded = replace(GROUPS, zero=Zero.PARAMETERS, float8_parts=8)
     found = data_seconds(half, sharded, microbatches=1)
     gather = collective_seconds(Collective.ALL_GATHER, 1_200_000, ALL)
     assert found.gathers_alone == pytest.approx(2 * 4 * gather)
 
     arrangement = replace(ARRANGEMENT, data=8, shard=8, float8=Float8.TENSORWISE)
-    assert gathers_float8(replace(arrangement, zero=Zero.PARAMETERS))
+    assert float8_parts(replace(arrangement, zero=Zero.PARAMETERS)) == 8
     for other in (
         replace(arrangement, zero=Zero.GRADIENTS),
         replace(arrangement, zero=Zero.PARAMETERS, float8=Float8.ROWWISE),
         replace(arrangement, zero=Zero.PARAMETERS, offload=Offload.OPTIMIZER),
     ):
-        assert not gathers_float8(other)
+        assert float8_parts(other) == 0
+
+
+def test_a_weight_whose_rows_the_ranks_do_not_divide_is_gathered_in_16_bits() -> None:
+    weights = ((800, 500_000), (804, 300_000))
+    some = stage_load([replace(LAYER, float8_weights=weights)] * 4).layers
+    sharded = replace(GROUPS, zero=Zero.PARAMETERS, float8_parts=8)
+    found = data_seconds(some, sharded, microbatches=1)
+    gather = collective_seconds(Collective.ALL_GATHER, 1_500_000, ALL)  # 804 = 8 · 100.5
+    assert found.gathers_alone == pytest.approx(2 * 4 * gather)
+
+
+def test_few_ranks_take_longer_to_cast_parts_than_to_cast_whole_weights() -> None:
+    slow = layer(forward_seconds=0.1, backward_seconds=0.2)
+    slow = replace(slow, float8_weights=((1000, 1_000_000),))
+    loads, copying = stage_load([slow] * 4).layers, 2e-12  # 1 TB/s: a byte is read and written
+    for ranks, moved in ((2, 21), (4, 7.5), (8, 0.75), (10, 0), (100, 0)):
+        # 2 · 27 ÷ ranks − 6 bytes of each element, in the backward; copies as without float8
+        narrow, whole = (
+            data_seconds(
+                loads,
+                replace(
+                    GROUPS, zero=Zero.PARAMETERS, float8_parts=parts, copy_byte_seconds=copying
+                ),
+                microbatches=1,
+            )
+            for parts in (ranks, 0)
+        )
+        gathers = (narrow.gathers_alone - whole.gathers_alone) / 8
+        copies = -2 * 4 * 1_000_000 * copying  # into and out of buffers: half of the bytes
+        more = narrow.each_forward + narrow.each_backward
+        more -= whole.each_forward + whole.each_backward
+        expected = 2 * gathers + copies + 4 * 1_000_000 * moved * 1e-12
+        assert more == pytest.approx(expected, abs=1e-9)
 
 
 def test_gathered_parameters_are_copied_out_of_their_buffer() -> None:

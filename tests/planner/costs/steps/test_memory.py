@@ -96,8 +96,9 @@ def test_sharded_parameters_are_whole_for_two_layers_at_a_time() -> None:
     found = _alone([LAYER, big, LAYER], arrangement, SILENT)
     assert found.transient_bytes == 40
     assert found.unsharded_bytes == 12_000_000 + 20_000_000
-    # 4 million of the elements are of products whose weights are gathered in float8
-    narrow = replace(big, float8_elements=4_000_000)
+    # 4 million of the elements are of products whose weights are gathered in float8; four ranks do
+    # not divide the rows of another million
+    narrow = replace(big, float8_weights=((2_000, 4_000_000), (2_002, 1_000_000)))
     in_float8 = replace(arrangement, float8=Float8.TENSORWISE)
     found = _alone([LAYER, narrow, LAYER], in_float8, SILENT)
     assert found.unsharded_bytes == 8_000_000 + 20_000_000
