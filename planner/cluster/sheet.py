@@ -4,12 +4,10 @@ import difflib
 import os
 import sys
 import tomllib
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from importlib import resources
-from itertools import accumulate
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -24,6 +22,7 @@ from autopar.planner.cluster.toml_reading import (
     parse_watts,
 )
 from autopar.planner.errors import InputError
+from autopar.runtime.launchers import memory_groups
 
 TOPOLOGIES: Mapping[str, Topology] = MappingProxyType({str(one): one for one in Topology})
 BACKENDS: Mapping[str, Backend] = MappingProxyType({str(one): one for one in Backend})
@@ -302,21 +301,10 @@ def local_devices() -> tuple[Device, ...]:
     return tuple(with_host_memory(one, machine_bytes(), len(devices)) for one in devices)
 
 
-def machine_bytes(proc: Path = Path("/proc/self"), groups: Path = Path("/sys/fs/cgroup")) -> int:
+def machine_bytes() -> int:
     """Return this machine's memory, or the limit of the container or the job, if that is less."""
-    return min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *_limits(proc, groups)])
-
-
-def _limits(proc: Path, groups: Path) -> Iterator[int]:
-    """Yield the memory limits of a process's control groups (version 1 or 2) and those above."""
-    with suppress(OSError):
-        lines = (proc / "cgroup").read_text(encoding="utf-8").splitlines()
-        names = {kind: name for _, kind, name in (line.split(":", 2) for line in lines)}
-        for kind, file in (("", "memory.max"), ("memory", "memory.limit_in_bytes")):
-            parts = names.get(kind, "/").strip("/").split("/")
-            for folder in accumulate(parts, Path.joinpath, initial=groups / kind):
-                with suppress(OSError, ValueError):  # no such file, or "max": no limit
-                    yield int((folder / file).read_text(encoding="ascii"))
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min([whole, *(group.limit_bytes for group in memory_groups())])
 
 
 def with_host_memory(device: Device, memory_bytes: int, devices: int) -> Device:

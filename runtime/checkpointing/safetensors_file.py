@@ -19,7 +19,7 @@ from weakref import finalize
 import torch
 from torch import Tensor
 
-from autopar.runtime.ranks.launchers import own_place
+from autopar.runtime.launchers import memory_groups, own_place
 from autopar.runtime.ranks.locations import Location, write
 from autopar.runtime.ranks.metrics import Count
 from autopar.runtime.ranks.refusal import refuse
@@ -27,7 +27,7 @@ from autopar.runtime.weights.stored_tensors import KINDS
 
 BLOCK_BYTES = 2**26
 _ALIGNED_BYTES = 64
-_MEMORY, _GROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+_MEMORY = Path("/proc/meminfo")
 
 
 class HostRoom:
@@ -129,13 +129,7 @@ def free_host_bytes() -> int | None:
     with suppress(OSError, StopIteration):
         line = next(one for one in _MEMORY.read_text().splitlines() if "MemAvailable" in one)
         found.append(int(line.split()[1]) * 1024)
-    with suppress(OSError, ValueError, StopIteration):  # "max" means no limit
-        limit = int((_GROUP / "memory.max").read_text())
-        used = int((_GROUP / "memory.current").read_text())
-        statistics = (_GROUP / "memory.stat").read_text().splitlines()
-        cached = next(int(one.split()[1]) for one in statistics if one.startswith("inactive_file "))
-        found.append(limit - used + cached)
-    return min(found, default=None)
+    return min([*found, *(group.free_bytes for group in memory_groups())], default=None)
 
 
 def _refuse_too_much(size: int) -> None:

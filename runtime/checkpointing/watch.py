@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.runtime.checkpointing.owners import every_rank
-from autopar.runtime.ranks.launchers import own_place
+from autopar.runtime.launchers import own_place
 from autopar.runtime.ranks.leaving import FAILED, ExitReason, tell
 from autopar.runtime.ranks.mesh import Mesh
 

@@ -18,7 +18,7 @@ from typing import Any, NoReturn, TextIO
 
 import torch.distributed as dist
 
-from autopar.runtime.ranks.launchers import TORCHRUN, UnknownPlaceError, own_place
+from autopar.runtime.launchers import TORCHRUN, UnknownPlaceError, own_place
 from autopar.runtime.texts import masked, plain
 
 _ERASE = "\x1b[K"  # erases from the cursor to the end of the line

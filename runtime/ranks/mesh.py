@@ -32,7 +32,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from autopar.runtime.ranks.launchers import has_one_device
+from autopar.runtime.launchers import has_one_device
 from autopar.runtime.ranks.leaving import RUN_TOKEN, watch_for_leaving_ranks
 from autopar.runtime.ranks.network import joining_nodes, store_of
 from autopar.runtime.ranks.refusal import known_place, refuse

@@ -27,7 +27,7 @@ from uuid import uuid4
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistError, DistStoreError
 
-from autopar.runtime.ranks.launchers import ProcessPlace
+from autopar.runtime.launchers import ProcessPlace
 from autopar.runtime.ranks.leaving import MISMATCH
 from autopar.runtime.ranks.refusal import refuse
 

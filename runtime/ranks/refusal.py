@@ -8,7 +8,7 @@ from typing import Any, NoReturn, TypeVar
 
 from torch.utils.data import get_worker_info
 
-from autopar.runtime.ranks.launchers import ProcessPlace, UnknownPlaceError, own_place
+from autopar.runtime.launchers import ProcessPlace, UnknownPlaceError, own_place
 from autopar.runtime.ranks.leaving import FAILED, MISMATCH, USAGE, ExitReason, leave
 
 _Value = TypeVar("_Value")

@@ -1,7 +1,8 @@
-"""Finds this process's place among the ranks in the environment variables of its launcher.
+"""Finds what this process was given: its place among the ranks, and memory of its machine.
 
-torchrun and Kubernetes set the variables that torch reads. srun, and the mpirun of Open MPI and
-MPICH, set variables of their own, which tell neither the first rank's host nor a free port.
+Environment variables of its launcher tell the place. torchrun and Kubernetes set the variables that
+torch reads. srun, and the mpirun of Open MPI and MPICH, set variables of their own, which tell
+neither the first rank's host nor a free port.
 """
 
 from __future__ import annotations
@@ -9,9 +10,12 @@ from __future__ import annotations
 import os
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from ipaddress import ip_address
+from itertools import accumulate
+from pathlib import Path
 
 _VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 _USUAL_PORT = 29500  # torchrun's default
@@ -263,3 +267,48 @@ def _is_loopback(host: str) -> bool:
         return ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryGroup:
+    """A control group of this process: the memory that its processes may use, and what is left."""
+
+    limit_bytes: int
+    free_bytes: int  # caches of files that can be dropped count as free
+
+
+# Names of version 2 and of version 1: the kind, and its files with the limit and the used bytes;
+# in `memory.stat`, the bytes of files that can be dropped.
+_GROUPS = (
+    ("", "memory.max", "memory.current", "inactive_file"),
+    ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+
+
+def memory_groups(
+    proc: Path = Path("/proc/self"), groups: Path = Path("/sys/fs/cgroup")
+) -> Iterator[MemoryGroup]:
+    """Yield the control groups of this process that limit its memory, and those above them.
+
+    A container or a job has less memory than its machine.
+    """
+    with suppress(OSError):
+        lines = (proc / "cgroup").read_text(encoding="utf-8").splitlines()
+        names = {kind: name for _, kind, name in (line.split(":", 2) for line in lines)}
+        for kind, limit, used, dropped in _GROUPS:
+            parts = filter(None, names.get(kind, "").split("/"))
+            for folder in accumulate(parts, Path.joinpath, initial=groups / kind):
+                with suppress(OSError, ValueError):  # no such file, or "max": no limit
+                    most = int((folder / limit).read_text(encoding="ascii"))
+                    yield MemoryGroup(
+                        limit_bytes=most, free_bytes=most - _held_bytes(folder, used, dropped)
+                    )
+
+
+def _held_bytes(group: Path, used: str, dropped: str) -> int:
+    """Return the bytes of a group that nothing else can have; 0 if it does not tell."""
+    with suppress(OSError, ValueError, KeyError):
+        lines = (group / "memory.stat").read_text(encoding="ascii").splitlines()
+        statistics = dict(line.split() for line in lines)
+        return int((group / used).read_text(encoding="ascii")) - int(statistics[dropped])
+    return 0

@@ -13,11 +13,13 @@ from pathlib import Path
 import pytest
 
 from autopar.codegen.emit import write_script
-from autopar.runtime.ranks.launchers import (
+from autopar.runtime.launchers import (
     TORCHRUN,
+    MemoryGroup,
     UnknownPlaceError,
     first_host,
     has_one_device,
+    memory_groups,
     place_in,
 )
 from tests.cells import cells
@@ -220,3 +222,35 @@ def test_mpirun_starts_a_script(kind: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("step      2   loss") == 1
     assert (tmp_path / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    ("line", "file"),
+    [
+        ("0::/job/step", "job/memory.max"),  # a limit of Slurm's job holds for its steps
+        ("0::/", "memory.max"),  # as a container sees its own group
+        ("4:memory:/job", "memory/job/memory.limit_in_bytes"),
+        ("4:memory:/docker/a", "memory/memory.limit_in_bytes"),
+    ],
+)
+def test_the_groups_of_a_process_limit_its_memory(line: str, file: str, tmp_path: Path) -> None:
+    (tmp_path / "cgroup").write_text(f"1:cpu:/\n{line}\n")
+    groups = tmp_path / "groups"
+    assert not [*memory_groups(tmp_path, groups)]
+    limit = groups / file
+    limit.parent.mkdir(parents=True)
+    limit.write_text("max\n")
+    assert not [*memory_groups(tmp_path, groups)]
+    limit.write_text("2147483648\n")
+    (found,) = memory_groups(tmp_path, groups)
+    assert found == MemoryGroup(limit_bytes=2**31, free_bytes=2**31)
+    # of 1.5 GB in use, a third is of files that are not read any more
+    used, dropped = (
+        ("memory.current", "inactive_file")
+        if limit.name == "memory.max"
+        else ("memory.usage_in_bytes", "total_inactive_file")
+    )
+    (limit.parent / used).write_text(f"{3 * 2**29}\n")
+    (limit.parent / "memory.stat").write_text(f"anon 7\n{dropped} {2**29}\n")
+    (found,) = memory_groups(tmp_path, groups)
+    assert found == MemoryGroup(limit_bytes=2**31, free_bytes=2**30)
