@@ -1,10 +1,11 @@
 """Keeps what the backward of a layer needs in the host's memory until this backward.
 
-In a layer's forward, each tensor that autograd saves is copied to the host, beside the computing
-of this layer and of the next one. Of a recomputed layer these are its inputs. After the next
-layer's forward, the device's memory is freed. In the backward, the tensors come back while the
-layer behind runs its backward. So the device holds the tensors of two layers. The last layer's
-tensors do not have to come back if its backward is next. On a CPU both memories are the host's.
+Each tensor that autograd saves in a layer's forward is copied to the host while the next layer runs
+its forward, and then freed on the device. Of a recomputed layer these are its inputs. In the
+backward, the tensors come back while the layer behind runs its backward. So the device holds the
+tensors of two layers. The last layer's tensors stay, because its backward is next. Once it was not
+(in a pipeline, after another microbatch's forward), tensors are copied as soon as they are saved.
+On a CPU both memories are the host's.
 
 Some tensors stay on the device: parameters, buffers, small tensors, small parts of a larger one,
 and tensors that three layers or more save, such as a mask or the angles of a rotary embedding.
@@ -68,6 +69,7 @@ class _Shelf:
         self.known: weakref.WeakValueDictionary[object, _Saved] = weakref.WeakValueDictionary()
         self.latest: _LayerRun | None = None
         self.on_device: _LayerRun | None = None  # its forward is over, its tensors are still there
+        self.is_hasty = False  # tensors are copied when they are saved, not with the next forward
 
     def home(self, size_bytes: int) -> Tensor:
         """Return memory of the host."""
@@ -84,19 +86,21 @@ class _Saved:
         self.layers = 0
         self.origin = weakref.ref(values.untyped_storage())
         self._shelf, self._elements, self._dtype = shelf, values.numel(), values.dtype
-        self._memory = shelf.home(values.nbytes)
+        self._home: Tensor | None = None  # its memory on the host, once it is sent
         self._arrival: Any = None
-        shelf.link.copy(values, self._home)
 
-    @property
-    def _home(self) -> Tensor:
-        return self._memory.view(self._dtype)
+    def send(self) -> None:
+        """Start to copy it to the host, unless that was done."""
+        if self._home is None and self.here is not None:
+            self._home = self._shelf.home(self.here.nbytes)
+            self._shelf.link.copy(self.here, self._home.view(self._dtype))
 
     def fetch(self) -> None:
         """Start to copy it back."""
         device, link = self._shelf.device, self._shelf.link
+        assert self._home is not None
         self.here = torch.empty(self._elements, dtype=self._dtype, device=device)
-        link.copy(self._home, self.here)
+        link.copy(self._home.view(self._dtype), self.here)
         self._arrival = link.mark(comes_back=True)
 
     def values(self) -> Tensor:
@@ -119,7 +123,8 @@ class _Saved:
     def __del__(self) -> None:
         """Give the host's memory back; the device's is freed, and nothing may write to it then."""
         self._await()
-        self._shelf.free[self._memory.numel()].append(self._memory)
+        if self._home is not None:
+            self._shelf.free[self._home.numel()].append(self._home)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,11 +155,13 @@ class _LayerRun:
         # if the latest has begun its backward, this is the first layer of another microbatch
         self._before = latest if latest is not None and latest.is_waiting else None
         self._shelf = shelf
-        self._sent: Any = None
         self._saved: list[weakref.ref[_Saved]] = []
         self._staying = {
             one.untyped_storage()._cdata for one in (*layer.parameters(), *layer.buffers())
         }
+        self._sent: Any = None
+        if shelf.on_device is not None:
+            shelf.on_device.send()
 
     def pack(self, tensor: Tensor) -> Tensor | _View:
         """Save a tensor on the host; return it as it is, if it stays on the device."""
@@ -169,6 +176,8 @@ class _LayerRun:
                 return tensor
             saved.run, saved.layers = self, saved.layers + 1
             self._saved.append(weakref.ref(saved))
+        if self._shelf.is_hasty:
+            saved.send()
         return _View(
             saved=saved,
             run=self,
@@ -193,16 +202,24 @@ class _LayerRun:
     def end(self) -> None:
         """End the forward, and free what the run before it has on the device."""
         shelf = self._shelf
-        self._sent = shelf.link.mark(comes_back=False)
         if shelf.on_device is not None:
             shelf.on_device.leave()
         shelf.on_device = shelf.latest = self
 
+    def send(self) -> None:
+        """Start to copy to the host what is only on the device."""
+        for saved in self._living():
+            saved.send()
+        self._sent = self._shelf.link.mark(comes_back=False)
+
     def leave(self) -> None:
         """Free the device's memory, once everything has arrived on the host."""
+        if self._sent is None:
+            self.send()
         self._shelf.link.join(self._sent)
         for saved in self._living():
-            saved.leave()
+            if saved.run is self:  # or else the next layer needs it, too
+                saved.leave()
 
     def begin_backward(self) -> None:
         """At the first call, fetch what is not on the device, and then that of the run before."""
@@ -210,6 +227,7 @@ class _LayerRun:
             return
         self.is_waiting, shelf = False, self._shelf
         if shelf.on_device not in (None, self):
+            shelf.is_hasty = True
             shelf.on_device.leave()
         shelf.on_device = None
         self._fetch()

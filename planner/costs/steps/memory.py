@@ -301,8 +301,12 @@ def memory_of(
 
 def _most_on_host(loads: Sequence[StageLoad], moments: Moments) -> int:
     """Return the most that a rank's layers save on the host: of all microbatches in flight."""
-    sizes = np.array([load.host_saved_bytes for load in loads], dtype=np.int64)
-    return int((moments.unanswered * sizes).sum(axis=1).max())
+    sizes, staying = (
+        np.array([getattr(load, name) for load in loads], dtype=np.int64)
+        for name in ("host_saved_bytes", "staying_bytes")
+    )
+    held = moments.unanswered * sizes - (moments.unanswered > 0) * staying
+    return int(held.sum(axis=1).max())
 
 
 def context_bytes(arrangement: Arrangement, constants: FrameworkConstants) -> int:

@@ -77,6 +77,7 @@ class StageLoad:
     works: tuple[LayerWork, ...]  # in the order of the layers
     layers: tuple[RepeatedLayers, ...]
     gradient_seconds: float = 0.0  # of casting and adding up the gradients, part of a backward
+    staying_bytes: int = 0  # of host_saved_bytes of a microbatch: not copied before its backward
 
     @property
     def seconds(self) -> float:
@@ -313,12 +314,14 @@ def with_first_fetch(
     """Return a stage whose backward also waits for the tensors of its last layer on the host.
 
     Another microbatch's forward has run before this backward, so these tensors are on the host. The
-    last stage runs a microbatch's backward right after its forward, and has them on the device.
+    last stage runs a microbatch's backward right after its forward, and they stay on the device.
     """
     last_stage = arrangement.pipeline * arrangement.stages_per_rank - 1
     saved = [work.cost.host_saved_bytes for work in load.works if work.cost.host_saved_bytes]
-    if not saved or stage == last_stage:
+    if not saved:
         return load
+    if stage == last_stage:
+        return replace(load, staying_bytes=saved[-1])
     waits = saved[-1] / link_bytes_per_second
     return replace(
         load,

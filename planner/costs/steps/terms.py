@@ -327,8 +327,9 @@ def _saved_term(
 ) -> CommunicationTerm:
     """Return the copies of saved tensors to the host and back, which run beside the layers."""
     each, loads = 2 * step.arrangement.microbatches, [step.loads[one] for one in busiest.stages]
-    layers = (one.count for load in loads for one in load.works if one.cost.host_saved_bytes)
-    size = each * sum(load.host_saved_bytes for load in loads)
+    layers = [one.count for load in loads for one in load.works if one.cost.host_saved_bytes]
+    layers += [-1 for load in loads if load.staying_bytes]
+    size = each * sum(load.host_saved_bytes - load.staying_bytes for load in loads)
     return CommunicationTerm(
         reason="saved activations copied to the host and back",
         collective="copy",

@@ -261,6 +261,20 @@ def test_the_device_holds_the_inputs_of_two_recomputed_layers(
     assert len(watched.given) >= 3 + 9  # each layer's input
 
 
+def test_the_last_layer_stays_on_the_device_if_its_backward_is_next(watched: Watched) -> None:
+    alone, two = made(), made()
+    save_on_host(list(alone.blocks)[3:], CPU)
+    gradients(alone, (0, ~0, 1, ~1))
+    assert not watched.given
+    save_on_host(list(two.blocks)[2:], CPU)
+    gradients(two, (0, ~0))
+    of_a_layer = len(watched.given)
+    gradients(two, (0, ~0, 1, ~1))
+    assert len(watched.given) == of_a_layer > 0
+    gradients(two, (0, 1, ~1, ~0))  # three runs go to the host, and one stays
+    assert len(watched.given) > 2 * of_a_layer
+
+
 def test_later_steps_use_the_memory_of_the_host_again(watched: Watched) -> None:
     model = made()
     save_on_host(list(model.blocks), CPU)
@@ -297,9 +311,9 @@ def test_a_part_of_a_large_tensor_stays_so_that_the_rest_is_not_copied(watched: 
 
     layer, rows = Picks(), torch.randn(64, 128, requires_grad=True)
     save_on_host([layer], CPU)
-    layer(rows).sum().backward()
+    torch.stack([layer(rows), layer(rows)]).sum().backward()  # type: ignore[no-untyped-call]
     assert not watched.given
-    layer(rows[:16].exp()).sum().backward()
+    torch.stack([layer(rows[:16].exp()), layer(rows)]).sum().backward()  # type: ignore[no-untyped-call]
     assert watched.given
 
 
