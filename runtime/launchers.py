@@ -285,24 +285,57 @@ _GROUPS = (
 )
 
 
-def memory_groups(
-    proc: Path = Path("/proc/self"), groups: Path = Path("/sys/fs/cgroup")
-) -> Iterator[MemoryGroup]:
+_PROCESS, _CONTROL_GROUPS = Path("/proc/self"), Path("/sys/fs/cgroup")
+
+
+def memory_groups(proc: Path = _PROCESS, groups: Path = _CONTROL_GROUPS) -> Iterator[MemoryGroup]:
     """Yield the control groups of this process that limit its memory, and those above them.
 
     A container or a job has less memory than its machine.
     """
+    for kind, limit, used, dropped in _GROUPS:
+        for folder in _folders(kind, proc, groups):
+            with suppress(OSError, ValueError):  # no such file, or "max": no limit
+                most = int((folder / limit).read_text(encoding="ascii"))
+                yield MemoryGroup(
+                    limit_bytes=most, free_bytes=most - _held_bytes(folder, used, dropped)
+                )
+
+
+def usable_cores(proc: Path = _PROCESS, groups: Path = _CONTROL_GROUPS) -> int:
+    """Return how many cores this process may keep busy: a container or a job may have a share."""
+    if hasattr(os, "sched_getaffinity"):
+        every = len(os.sched_getaffinity(0))
+    else:
+        every = os.cpu_count() or 1
+    return max(1, min([every, *map(int, _core_limits(proc, groups))]))
+
+
+def _core_limits(proc: Path, groups: Path) -> Iterator[float]:
+    """Yield the cores that control groups of version 2, then of version 1, leave this process."""
+    for folder in _folders("", proc, groups):
+        with suppress(OSError, ValueError):  # no such file, or "max": no limit
+            quota, period = (folder / "cpu.max").read_text(encoding="ascii").split()
+            yield int(quota) / int(period)
+    for folder in _folders("cpu", proc, groups):
+        with suppress(OSError, ValueError):
+            files = (folder / f"cpu.cfs_{name}_us" for name in ("quota", "period"))
+            quota, period = (one.read_text(encoding="ascii") for one in files)
+            if int(quota) > 0:  # -1: no limit
+                yield int(quota) / int(period)
+
+
+def _folders(kind: str, proc: Path, groups: Path) -> Iterator[Path]:
+    """Yield the folders of this process's control groups of a kind, from the root on.
+
+    Version 1 has a folder for each kind, version 2 one for all: its kind is "".
+    """
     with suppress(OSError):
         lines = (proc / "cgroup").read_text(encoding="utf-8").splitlines()
-        names = {kind: name for _, kind, name in (line.split(":", 2) for line in lines)}
-        for kind, limit, used, dropped in _GROUPS:
-            parts = filter(None, names.get(kind, "").split("/"))
-            for folder in accumulate(parts, Path.joinpath, initial=groups / kind):
-                with suppress(OSError, ValueError):  # no such file, or "max": no limit
-                    most = int((folder / limit).read_text(encoding="ascii"))
-                    yield MemoryGroup(
-                        limit_bytes=most, free_bytes=most - _held_bytes(folder, used, dropped)
-                    )
+        for _, kinds, name in (line.split(":", 2) for line in lines):
+            if kind in kinds.split(","):
+                parts = filter(None, name.split("/"))
+                yield from accumulate(parts, Path.joinpath, initial=groups / kind)
 
 
 def _held_bytes(group: Path, used: str, dropped: str) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +11,7 @@ from autopar.console import print_json, print_note, progress, results
 from autopar.options import CACHE, MANY_FLOPS, TOLERANCE, MachineOptions
 from autopar.planner.errors import AutoparError, ExitCode
 from autopar.planner.files import PLAN_FOLDER, refuse_named_as_file, refuse_replacing
+from autopar.runtime.launchers import usable_cores
 
 # The planner and the pages are imported in the functions, because --help and completion do not need
 # them.
@@ -92,7 +92,7 @@ def plan(
     tell(made, as_json=as_json)
     if not as_json:
         results().print(f"Written: {output / FILE_NAME}, {script}", soft_wrap=True)
-    is_wanted = is_quick(made.plan, os.cpu_count() or 1) if verify is None else verify
+    is_wanted = is_quick(made.plan, usable_cores()) if verify is None else verify
     found = verified(made.plan, output, script) if is_wanted else None
     if not as_json:
         _tell_verified(made.plan, output, found)

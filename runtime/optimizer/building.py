@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import os
 import time
 import warnings
 from collections import Counter, defaultdict
@@ -20,6 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from autopar.runtime.data_parallel.buckets import HALF_DTYPES, sharding_of
 from autopar.runtime.data_parallel.wrapping import buckets_of, float8_gathers
+from autopar.runtime.launchers import usable_cores
 from autopar.runtime.optimizer.pieces import (
     FlatShard,
     ParameterPiece,
@@ -230,8 +230,7 @@ def offloads(model_parts: Sequence[nn.Module]) -> bool:
 def _use_cores(mesh: Mesh) -> None:
     """Let the CPU's step use this rank's share of the cores; torchrun leaves a rank one thread."""
     if mesh.device.type == "cuda":
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        torch.set_num_threads(max(1, (cores or 1) // known_place().local_world_size))
+        torch.set_num_threads(max(1, usable_cores() // known_place().local_world_size))
 
 
 def _is_offloaded(part: nn.Module) -> bool:

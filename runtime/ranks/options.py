@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 from argparse import ArgumentTypeError
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -15,6 +14,7 @@ from typing import Any
 
 import torch
 
+from autopar.runtime.launchers import usable_cores
 from autopar.runtime.ranks.locations import Location, is_named_as_file, location
 from autopar.runtime.ranks.refusal import OptionParser, as_typed, known_place
 
@@ -98,7 +98,7 @@ def workers_here(text: str) -> int:
     if text == "auto":
         return _WORKERS_OF_GPU if torch.cuda.is_available() else 0
     shared_by = max(known_place().local_world_size, 1)
-    most = _WORKERS_OF_PROCESSOR * (os.cpu_count() or 1) // shared_by
+    most = _WORKERS_OF_PROCESSOR * usable_cores() // shared_by
     return WholeNumber(0, max(most, _LEAST_WORKERS))(text)
 
 

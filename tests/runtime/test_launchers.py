@@ -21,6 +21,7 @@ from autopar.runtime.launchers import (
     has_one_device,
     memory_groups,
     place_in,
+    usable_cores,
 )
 from tests.cells import cells
 from tests.codegen.kinds import plan_of
@@ -254,3 +255,26 @@ def test_the_groups_of_a_process_limit_its_memory(line: str, file: str, tmp_path
     (limit.parent / "memory.stat").write_text(f"anon 7\n{dropped} {2**29}\n")
     (found,) = memory_groups(tmp_path, groups)
     assert found == MemoryGroup(limit_bytes=2**31, free_bytes=2**30)
+
+
+@pytest.mark.parametrize(
+    ("line", "files"),
+    [
+        ("0::/job/step", {"job/cpu.max": "150000 100000\n", "job/step/cpu.max": "max 100000\n"}),
+        ("0::/", {"cpu.max": "100000 100000\n"}),
+        (
+            "4:cpu,cpuacct:/job",
+            {"cpu/job/cpu.cfs_quota_us": "50000\n", "cpu/job/cpu.cfs_period_us": "100000\n"},
+        ),
+    ],
+)
+def test_the_groups_of_a_process_limit_its_cores(
+    line: str, files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(8))
+    (tmp_path / "cgroup").write_text(f"{line}\n")
+    assert usable_cores(tmp_path, tmp_path) == 8
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert usable_cores(tmp_path, tmp_path) == 1

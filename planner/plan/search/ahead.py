@@ -25,6 +25,7 @@ from autopar.planner.plan.bounds.bounding import BoundKind, Bounds
 from autopar.planner.plan.search.points import SearchItem, Variant
 from autopar.planner.plan.solving.candidate import layer_key
 from autopar.planner.plan.solving.prices import LayerKey
+from autopar.runtime.launchers import usable_cores
 
 MOST_WORKERS = 7
 _NICENESS = 5  # where cores are few, the search goes first
@@ -38,7 +39,7 @@ def idle_cores() -> int:
     must not be forked: everywhere but on Linux.
     """
     may_fork = sys.platform == "linux" and not current_process().daemon
-    return len(os.sched_getaffinity(0)) - 1 if may_fork else 0
+    return usable_cores() - 1 if may_fork else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

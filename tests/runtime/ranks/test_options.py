@@ -126,13 +126,13 @@ def test_minutes_may_be_a_part_of_one(capsys: pytest.CaptureFixture[str]) -> Non
 def test_a_machine_says_how_many_workers_its_ranks_may_have(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("os.cpu_count", lambda: 64)
+    monkeypatch.setattr("autopar.runtime.ranks.options.usable_cores", lambda: 64)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     assert read("--workers", "32", workers=0).workers == 4 * 64 // 8
     with pytest.raises(SystemExit, match="2"):
         read("--workers", "33", workers=0)
     assert "--workers: 33 is more than 32" in capsys.readouterr().err
-    monkeypatch.setattr("os.cpu_count", lambda: 1)
+    monkeypatch.setattr("autopar.runtime.ranks.options.usable_cores", lambda: 1)
     assert read("--workers", "16", workers=0).workers == 16
 
 
