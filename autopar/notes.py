@@ -9,7 +9,7 @@ from autopar.console import print_note
 from autopar.planner.axes.infer import GraphAxes
 from autopar.planner.cluster.cluster import Backend, Cluster
 from autopar.planner.cluster.toml_reading import bytes_text, seconds_text
-from autopar.planner.costs.prediction import Compile
+from autopar.planner.costs.prediction import Compile, Offload
 from autopar.planner.findings.loss import counted_by
 from autopar.planner.findings.numbers import unaligned, unpriced
 from autopar.planner.findings.rows import meeting_rows, norm_of_rows
@@ -254,12 +254,13 @@ def note_offload(plan: Plan) -> None:
             "modes for them."
         )
     is_asked = any(one.field == "offloads" for one in plan.constraints)
-    if is_asked or not plan.arrangement.offload.has_states:
+    if is_asked or (offload := plan.arrangement.offload) is Offload.NONE:
         return
-    seconds = next(one.seconds for one in plan.prediction.terms if one.name == "optimizer")
+    name = "optimizer" if offload.has_states else "outer step"
+    seconds = next(one.seconds for one in plan.prediction.terms if one.name == name)
     (held,) = host_words(plan)
     print_note(
-        f"no faster plan without it fits: the optimizer steps in the host's memory, which takes "
+        f"no faster plan without it fits: the {name} runs in the host's memory, which takes "
         f"{seconds_text(seconds)} of a step; {held}. The cluster file says how much memory a "
         "device has there, and how fast that is. --offload none leaves it on the device."
     )

@@ -12,7 +12,8 @@ from autopar.codegen.text.values import WIDTH, Source, identifier, literal, pros
 from autopar.planner.cluster.cluster import Backend
 from autopar.planner.cluster.toml_reading import bytes_text, seconds_text
 from autopar.planner.costs.layers.chunked_loss import LOSS_CHUNKS
-from autopar.planner.costs.prediction import Arrangement, CommunicationTerm, Provenance
+from autopar.planner.costs.ops.measurements import Provenance
+from autopar.planner.costs.prediction import Arrangement, CommunicationTerm
 from autopar.planner.findings.loss import Follows, loss_of_parts
 from autopar.planner.graph.graph import Graph
 from autopar.planner.plan.plan import Model, Plan
@@ -151,9 +152,9 @@ def planned(plan: Plan) -> Iterator[ScriptSetting]:
     if has_own_buckets(arranged):
         bucket = "gradients are sent in buckets of this size, during the backward"
         yield ScriptSetting("BUCKET_BYTES", _in_mebibytes(arranged.bucket_bytes), bucket)
-    if arranged.offload.has_states:
+    if setting := arranged.offload.setting:
         fetched = "parameters, " if arranged.shards_on_host else ""
-        yield ScriptSetting("OFFLOAD", literal(True), f"{fetched}{arranged.offload.meaning}")
+        yield ScriptSetting(setting, literal(True), f"{fetched}{arranged.offload.meaning}")
     if arranged.pipeline > 1:
         schedule = "the order of forwards and backwards"
         yield ScriptSetting("SCHEDULE", literal(str(arranged.schedule)), schedule)

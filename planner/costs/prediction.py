@@ -9,6 +9,7 @@ from typing import Any, Self
 
 from autopar.planner.costs.collectives.conversions import NO_STATISTICS, Statistics
 from autopar.planner.costs.ops.kept import is_product
+from autopar.planner.costs.ops.measurements import Provenance
 from autopar.planner.costs.schedules.table import ScheduleKind
 from autopar.planner.files import (
     Bytes,
@@ -25,14 +26,6 @@ from autopar.planner.files import (
 )
 from autopar.planner.graph.ops import Op
 from autopar.planner.precision import Compression, Float8, Kernels, Outer, Precision
-
-
-class Provenance(StrEnum):
-    """The source of a figure."""
-
-    FORMULA = "formula"
-    MEASURED = "measured"
-    MIXED = "measured and formula"
 
 
 class Recompute(StrEnum):
@@ -90,20 +83,26 @@ class Offload(StrEnum):
 
     _value_: str
     has_states: bool  # gradients and optimizer states; then the optimizer runs on the CPU
+    has_outer: bool  # the state of local steps' outer optimizer, which then runs on the CPU
     words: str
-    meaning: str  # in scripts
+    setting: str  # in scripts
+    meaning: str
 
-    NONE = "none", False, "", ""
+    NONE = "none", False, False, "", "", ""
     OPTIMIZER = (
-        *("optimizer", True, "optimizer on the host"),
+        *("optimizer", True, False, "optimizer on the host", "OFFLOAD"),
         "gradients and optimizer states are in the host's memory, where it steps",
+    )
+    OUTER = (
+        *("outer", False, True, "outer optimizer on the host", "OUTER_ON_HOST"),
+        "the outer optimizer's state is in the host's memory, where it steps",
     )
 
     def __new__(cls, name: str, *row: Any) -> Self:
         """Return a choice with the columns of its row."""
         one = str.__new__(cls, name)
         one._value_ = name
-        one.has_states, one.words, one.meaning = row
+        one.has_states, one.has_outer, one.words, one.setting, one.meaning = row
         return one
 
 

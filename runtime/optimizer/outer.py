@@ -15,7 +15,7 @@ from torch.optim import SGD, Optimizer
 
 from autopar.runtime.optimizer.pieces import pieces_of, spread_values, value_of
 from autopar.runtime.ranks.mesh import Axis, Mesh
-from autopar.runtime.ranks.transport import ComingSum, replicas_apart, summed
+from autopar.runtime.ranks.transport import ComingSum, HostLink, replicas_apart, summed
 from autopar.runtime.tensor.shards import (
     group_aliases,
     places,
@@ -34,7 +34,7 @@ class _Sent:
     """Some tensors whose mean change is on its way."""
 
     numbers: Sequence[int]
-    values: Tensor  # of this replica when they were sent, flat
+    values: Tensor  # of this replica when they were sent, flat; kept where the outer state is
     change: ComingSum
 
 
@@ -51,7 +51,8 @@ class OuterOptimizer:
     sent `delay` steps before, while all replicas train on. The parameters of a replica become p,
     stepped, plus what the replica has learnt meanwhile.
 
-    Each rank of a replica has the outer state of the pieces that its own optimizer steps.
+    Each rank of a replica has the outer state of the pieces that its own optimizer steps:
+    `on_host`, in the host's memory, where the outer optimizer steps.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class OuterOptimizer:
         momentum: float,
         parts: int = 1,
         delay: int = 0,
+        on_host: bool = False,
     ) -> None:
         if mesh.sync_every // parts <= delay:
             raise ValueError(
@@ -73,7 +75,8 @@ class OuterOptimizer:
         self.replica = mesh.replica
         self._model_parts, self._optimizer = tuple(model_parts), optimizer
         self._sync_every, self._delay = mesh.sync_every, delay
-        self._common = [nn.Parameter(one.clone()) for one in self._values()]
+        self._link = HostLink(mesh.device) if on_host else None
+        self._common = [nn.Parameter(self._home(one)) for one in self._values()]
         targets = map(id, self._targets())
         self._common_of = dict(zip(targets, self._common, strict=True))
         stepped = self._common or [nn.Parameter(torch.empty(0, device=mesh.device))]
@@ -134,23 +137,31 @@ class OuterOptimizer:
     def put_momentum(self, target: nn.Parameter, value: Tensor) -> None:
         """Restore the momentum of a tensor that the inner optimizer steps."""
         if self._sgd.defaults["momentum"]:
-            self._sgd.state[self._common_of[id(target)]]["momentum_buffer"] = value
+            self._sgd.state[self._common_of[id(target)]]["momentum_buffer"].copy_(value)
 
     def _send(self, numbers: Sequence[int]) -> _Sent:
         every = self._values()
         values = torch.cat([every[one].reshape(-1) for one in numbers])
-        change = torch.cat([self._common[one].reshape(-1) for one in numbers]).sub_(values)
+        change, held = torch.empty_like(values), [self._common[one] for one in numbers]
+        for part, common in zip(torch.split(change, _sizes(held)), held, strict=True):
+            part.view(common.shape).copy_(common)
+        change.sub_(values)
+        if self._link is not None and self._delay:
+            values = self._home(values)
         return _Sent(numbers=numbers, values=values, change=ComingSum(change, self._sending))
 
     def _receive(self, sent: _Sent) -> None:
         held, every = [self._common[one] for one in sent.numbers], self._values()
-        sizes = list(map(Tensor.numel, held))
+        sizes = _sizes(held)
         mean = sent.change.value().div_(self.replica.size)
+        values = sent.values.to(mean.device)
+        if self._link is not None:
+            mean = self._home(mean)
         for common, gradient in zip(held, torch.split(mean, sizes), strict=True):
             common.grad = gradient.view(common.shape)
         self._sgd.step()
         self._sgd.zero_grad()
-        parts = torch.split(sent.values, sizes)
+        parts = torch.split(values, sizes)
         for number, common, was in zip(sent.numbers, held, parts, strict=True):
             learnt = was.view(common.shape).neg_().add_(every[number])  # since it was sent
             every[number].copy_(common).add_(learnt)
@@ -160,6 +171,12 @@ class OuterOptimizer:
             self._receive(one)
         self._sent = []
         spread_values(self._optimizer)
+
+    def _home(self, value: Tensor) -> Tensor:
+        """Return a copy in the memory of the outer state."""
+        if self._link is None:
+            return value.clone()
+        return self._link.empty(value.numel(), value.dtype).view(value.shape).copy_(value)
 
     def _finish(self) -> None:
         average(list(_running_statistics(self._model_parts)), self.replica)
@@ -225,6 +242,10 @@ def parts_of_model(sizes: Mapping[str, int], parts: int) -> dict[str, int]:
     return found
 
 
+def _sizes(tensors: Sequence[Tensor]) -> list[int]:
+    return list(map(Tensor.numel, tensors))
+
+
 def _running_statistics(parts: Sequence[nn.Module]) -> Iterator[Tensor]:
     for module in (module for part in parts for module in part.modules()):
         if isinstance(module, _NormBase):
@@ -239,9 +260,7 @@ def average(tensors: Sequence[Tensor], axis: Axis) -> None:
         bucket = [tensors[one] for one in numbers]
         flat = torch.cat([one.reshape(-1) for one in bucket])
         mean = summed(flat, axis).div_(axis.size)
-        for one, part in zip(
-            bucket, torch.split(mean, list(map(Tensor.numel, bucket))), strict=True
-        ):
+        for one, part in zip(bucket, torch.split(mean, _sizes(bucket)), strict=True):
             one.copy_(part.view(one.shape))
 
 

@@ -174,6 +174,15 @@ def rehearsed(pins: str, batch: int, rank: int, precision: str, constraints: Pat
     return dry_run(plan, MODEL.parent, rank=rank)
 
 
+@pytest.mark.slow
+def test_an_outer_optimizer_on_the_host_holds_what_the_plan_says(tmp_path: Path) -> None:
+    path = tmp_path / "outer.toml"
+    path.write_text('offload = "outer"\n[choices]\nsync_every = 8\nbucket_sizes = ["1 MiB"]\n')
+    found = rehearsed("dp=4,zero=1,shard=2,microbatch=2", 8, 1, "fp32", path)
+    assert found.error == pytest.approx(0, abs=0.03)
+    assert found.host_bytes == pytest.approx(found.predicted_host_bytes, rel=0.03)
+
+
 # gradients are more than a few buckets, as in any model that needs this
 ON_HOST = """
 offload = "optimizer"

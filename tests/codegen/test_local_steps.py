@@ -14,7 +14,7 @@ from autopar.codegen.proof.plain import task_of, train_alone
 from autopar.codegen.proof.replicas import STEPS_COMPARED
 from autopar.codegen.proof.script_rank import run_script
 from autopar.codegen.proof.verification import axes_of
-from autopar.planner.costs.prediction import Zero
+from autopar.planner.costs.prediction import Offload, Zero
 from autopar.planner.precision import Outer
 from tests.cells import cells
 from tests.codegen.plans import pinned_plan
@@ -57,6 +57,14 @@ KINDS: dict[str, dict[str, Any]] = {
         "outer_parts": 2,
         "zero_levels": (Zero.PARAMETERS,),
     },
+    "on the host": {"data": 2, "shard": 1, "offloads": (Offload.OUTER,)},
+    "parts on the host": {
+        "data": 4,
+        "shard": 2,
+        "outer_parts": 2,
+        "zero_levels": (Zero.OPTIMIZER,),
+        "offloads": (Offload.OUTER,),
+    },
     "parts and pipeline": {"data": 2, "shard": 1, "outer_parts": 2, "pipeline": 2, "microbatch": 2},
     "parts and tensor": {
         "data": 2,
@@ -68,7 +76,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-STAND = ("zero 1", "zero 3", "tensor", "pipeline", "parts and zero 1", "parts and pipeline")
+STAND = ("zero 1", "zero 3", "tensor", "pipeline", "parts on the host", "parts and pipeline")
 
 
 @pytest.mark.parametrize("kind", cells(KINDS, STAND))

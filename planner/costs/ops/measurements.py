@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import cache
 from importlib import resources
 from typing import Protocol
@@ -14,6 +15,14 @@ from autopar.planner.costs.ops.case import LocalShapes
 from autopar.planner.files import Elements, Seconds, SomeSeconds
 from autopar.planner.graph.ops import DType, Extent, Op, Ref, Value, refs
 from autopar.planner.precision import Precision
+
+
+class Provenance(StrEnum):
+    """The source of a figure."""
+
+    FORMULA = "formula"
+    MEASURED = "measured"
+    MIXED = "measured and formula"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

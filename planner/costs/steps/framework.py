@@ -256,6 +256,26 @@ def host_optimizer_seconds(
     return parameters * (stepping + sending)
 
 
+_OUTER_STEP_BYTES = 44  # SGD with Nesterov momentum reads and writes, for one parameter
+
+
+def host_outer_seconds(
+    parameters: float, arrangement: Arrangement, constants: FrameworkConstants, host: HostShare
+) -> float:
+    """Return the seconds of an outer step in the host's memory, and of the copies around it.
+
+        seconds  =  parameters · (44 ÷ memory + 12 ÷ link)
+
+    The last common parameters are fetched for the change, the mean change is copied to the host,
+    and the new common parameters are fetched: 4 bytes each. A part of the model that is sent while
+    replicas train on is copied there as it was sent, and fetched again: 20 ÷ link.
+    """
+    memory = host.memory_bytes_per_second * constants.host_memory_share
+    link = host.bytes_per_second * constants.host_link_share
+    copies = 5 if arrangement.outer_parts > 1 else 3
+    return parameters * (_OUTER_STEP_BYTES / memory + copies * GRADIENT_BYTES / link)
+
+
 def to_host_byte_seconds(
     arrangement: Arrangement, constants: FrameworkConstants, host: HostShare
 ) -> float:

@@ -21,6 +21,7 @@ from autopar.planner.costs.collectives.conversions import Statistics
 from autopar.planner.costs.kernels.rates import Throughput, rates_of
 from autopar.planner.costs.prediction import Arrangement, LayerCost
 from autopar.planner.costs.schedules.simulation import StageSeconds
+from autopar.planner.costs.steps.framework import FrameworkConstants, host_outer_seconds
 from autopar.planner.costs.steps.overlap import LayerLoad
 from autopar.planner.costs.steps.state import float8_elements, float8_parts
 from autopar.planner.precision import GRADIENT_BYTES, Compression, Precision
@@ -339,11 +340,16 @@ class OuterSeconds:
     sent: float  # beside later local steps, if outer steps go through the model in parts
 
 
-_OUTER_BYTES = 120  # read and written for each element: change and mean 36, SGD 44, parameters 40
+# Read and written on the device for each element: change and mean 36, parameters 40; and SGD's.
+_OUTER_BYTES, _OUTER_SGD_BYTES = 76, 44
 
 
 def outer_seconds(
-    load: StageLoad, devices: Sequence[Throughput], groups: RankGroups, arrangement: Arrangement
+    load: StageLoad,
+    devices: Sequence[Throughput],
+    groups: RankGroups,
+    arrangement: Arrangement,
+    constants: FrameworkConstants,
 ) -> OuterSeconds:
     """Return a local step's share of outer steps: one for each part of the model in every round.
 
@@ -352,14 +358,18 @@ def outer_seconds(
         sent      =  all-reduce of a part of the model, in fp32, over the replicas · parts
                      ÷ local steps
 
-    Parts of the model count as equally large. Running statistics of norms are left out, and what
-    messages slow down while they are sent beside local steps.
+    44 of the 120 bytes are moved in the host's memory if the outer optimizer is there, which adds
+    its copies. Parts of the model count as equally large. Running statistics of norms are left out,
+    and what messages slow down while they are sent beside local steps.
     """
     if not arrangement.is_local:
         return OuterSeconds(computed=0.0, sent=0.0)
     own_bytes, parts = load.gradient_bytes / arrangement.optimizer_ranks, arrangement.outer_parts
     slowest = min(rates.stream_bytes_per_second for rates in devices)
-    computed = own_bytes / GRADIENT_BYTES * _OUTER_BYTES / slowest
+    on_host, elements = arrangement.offload.has_outer, own_bytes / GRADIENT_BYTES
+    computed = elements * (_OUTER_BYTES + _OUTER_SGD_BYTES * (not on_host)) / slowest
+    if on_host:
+        computed += host_outer_seconds(elements, arrangement, constants, groups.host)
     if arrangement.zero.gathers_updated:
         whole = round(load.parameter_bytes)
         computed += parts * collective_seconds(Collective.ALL_GATHER, whole, groups.shard)

@@ -336,7 +336,7 @@ def stage_price(
         + max(compressing_seconds(load, arrangement, rates) for rates in devices)
         + summed_seconds(groups.tensor, load.replicated_gradient_bytes),
         optimizer_seconds=_optimizer_seconds(load, devices, groups, arrangement, constants),
-        outer=outer_seconds(load, devices, groups, arrangement),
+        outer=outer_seconds(load, devices, groups, arrangement, constants),
     )
 
 

@@ -89,8 +89,11 @@ def host_bytes(totals: ParameterTotals, arrangement: Arrangement) -> int:
 
     With 16-bit weights, states include the fp32 weights. fully_shard has its parts of frozen
     parameters there, too. Without it, the gradients of several microbatches are added on the host,
-    and arriving ones take up to 32 MiB more.
+    and arriving ones take up to 32 MiB more. If only the outer optimizer is there, its state is.
     """
+    if arrangement.offload.has_outer:
+        size_bytes = ceil(_outer_copies(arrangement) * totals.gradient_bytes)
+        return _part(size_bytes, arrangement.optimizer_ranks, is_divided=True)
     if not arrangement.offload.has_states:
         return 0
     states = totals.optimizer_bytes + totals.gradient_bytes
@@ -128,12 +131,25 @@ def state_by_category(
 def _optimizer_bytes(size_bytes: int, gradient_bytes: int, arrangement: Arrangement) -> int:
     """Return the optimizer's states, and the outer optimizer's: fp32 as gradients are.
 
-    A part of the model that is on its way is held twice: its change, and as it was sent.
+    Wherever the outer state is, the device has the change of a part that is on its way.
     """
-    on_its_way = 2 / arrangement.outer_parts if arrangement.outer_parts > 1 else 0
-    size_bytes += ceil((arrangement.outer.copies + on_its_way) * gradient_bytes)
+    outer = 0 if arrangement.offload.has_outer else _outer_copies(arrangement)
+    size_bytes += ceil((outer + _share_on_its_way(arrangement)) * gradient_bytes)
     is_here = not arrangement.offload.has_states
     return is_here * _part(size_bytes, arrangement.optimizer_ranks, is_divided=True)
+
+
+def _outer_copies(arrangement: Arrangement) -> float:
+    """Return how many fp32 copies of the parameters outer steps keep in one memory.
+
+    They are the outer optimizer's state, and a part that is on its way, as it was when it was sent.
+    """
+    return arrangement.outer.copies + _share_on_its_way(arrangement)
+
+
+def _share_on_its_way(arrangement: Arrangement) -> float:
+    """Return the share of the model that is sent while replicas train on."""
+    return 1 / arrangement.outer_parts if arrangement.outer_parts > 1 else 0.0
 
 
 def _lasting_gradient_bytes(size_bytes: int, arrangement: Arrangement) -> int:

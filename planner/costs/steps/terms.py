@@ -8,12 +8,8 @@ from math import ceil
 
 from autopar.planner.cluster.cluster import Collective
 from autopar.planner.costs.collectives.conversions import NO_WAIT
-from autopar.planner.costs.prediction import (
-    Arrangement,
-    CommunicationTerm,
-    Provenance,
-    TimeTerm,
-)
+from autopar.planner.costs.ops.measurements import Provenance
+from autopar.planner.costs.prediction import Arrangement, CommunicationTerm, TimeTerm
 from autopar.planner.costs.schedules.simulation import StageSeconds
 from autopar.planner.costs.schedules.table import rank_of
 from autopar.planner.costs.steps.stage_load import (
@@ -271,8 +267,9 @@ def _outer_term(step: StepTerms, busiest: BusiestRank) -> CommunicationTerm:
     if arrangement.outer_parts > 1:
         of_part = arrangement.sync_every // arrangement.outer_parts
         often = f"a part every {of_part} steps, sent during {step.outer_delay}"
+    copied = ", and copied to the host and back" if arrangement.offload.has_outer else ""
     return CommunicationTerm(
-        reason=f"parameters averaged over replicas, {often}",
+        reason=f"parameters averaged over replicas, {often}{copied}",
         collective=Collective.ALL_REDUCE,
         ranks=arrangement.data // arrangement.shard,
         count=0,

@@ -255,10 +255,11 @@ def _check_local_steps(constraints: Constraints) -> None:
     if 1 in local_steps(constraints):
         return
     is_lossy = all(one.keeps_lost for one in compressions(constraints))
+    is_there = all(one.has_states for one in constraints.offloads)
     rivals = {
         "compression": (is_lossy, "what compression loses is not kept for each replica"),
         "precision": (constraints.precision.scales_loss, "in fp16 all ranks share a loss scale"),
-        "offloads": (Offload.NONE not in constraints.offloads, "the outer step is on the device"),
+        "offloads": (is_there, "the outer step needs the optimizer on the device"),
     }
     for field, (is_rival, why) in rivals.items():
         if is_rival:

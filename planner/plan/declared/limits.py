@@ -24,6 +24,8 @@ from autopar.planner.precision import Allowed
 from autopar.planner.rules.table import takes_statistics
 
 _UNDIVIDED = tuple(level for level in Zero if not level.divides_optimizer)
+_STEPPED_HERE = tuple(one for one in Offload if not one.has_states)
+_HERE_WORDS = "the optimizer on the device"
 _WHOLE_MODULES = tuple(level for level in Zero if not level.shards_modules)
 _ROWS_PER_DEVICE = 8
 # A step has eight rows for each device, up to the first limit; beyond it one row for each device,
@@ -208,7 +210,7 @@ def _demands(traits: OptimizerTraits) -> Iterator[Declared]:
         why = f"{traits.name} updates a parameter as a whole"
         yield _declared("tp", "max_tensor", 1, "at most tp=1", why)
         yield _declared("zero", "zero_levels", _UNDIVIDED, zero_words(_UNDIVIDED), why)
-        yield _declared("place", "offloads", (Offload.NONE,), "offload none", why)
+        yield _declared("place", "offloads", _STEPPED_HERE, _HERE_WORDS, why)
     if traits.reach is Reach.MODEL:
         why = f"{traits.name} updates all parameters as a whole"
         yield _declared("pp", "max_pipeline", 1, "at most pp=1", why)
@@ -218,7 +220,7 @@ def _demands(traits: OptimizerTraits) -> Iterator[Declared]:
     if traits.own_tensors:
         why = f"{traits.name} keeps whole tensors beside its state, in {traits.own_tensors[0]}"
         yield _declared("own", "zero_levels", _UNDIVIDED, zero_words(_UNDIVIDED), why)
-        yield _declared("own place", "offloads", (Offload.NONE,), "offload none", why)
+        yield _declared("own place", "offloads", _STEPPED_HERE, _HERE_WORDS, why)
     if traits.draws:
         why = f"{traits.name} draws random numbers, which copies of a parameter would not share"
         yield _declared("tp", "max_tensor", 1, "at most tp=1", why)
@@ -251,7 +253,7 @@ def _gradient_demands(found: OwnGradient) -> Iterator[Declared]:
     yield _gradient_declared("tp", "max_tensor", 1, "at most tp=1", why)
     if is_taken or found.call == _ROOT:  # the root's code is printed in every stage
         yield _gradient_declared("pp", "max_pipeline", 1, "at most pp=1", why)
-    yield _gradient_declared("place", "offloads", (Offload.NONE,), "offload none", why)
+    yield _gradient_declared("place", "offloads", _STEPPED_HERE, _HERE_WORDS, why)
     if is_taken:
         text = zero_words(_WHOLE_MODULES)
         yield _gradient_declared("zero", "zero_levels", _WHOLE_MODULES, text, why)

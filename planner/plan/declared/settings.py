@@ -231,7 +231,7 @@ class DemandOptions(TypedDict, total=False):
         place="offload", field="offloads", read=lambda value, where: (_read_offload(value, where),),
         say="offload {value}", metavar="WHAT", example='"optimizer"',
         text="optimizer: gradients and optimizer states are in host memory, and the CPU does the "
-        "step; none; default: whichever plan is better",
+        "step; outer: those of local steps' outer optimizer; none; default: whichever is better",
     )]
     sync_every: Annotated[int | None, DemandSetting(
         place="choices.sync_every", field="sync_every", read=read_count,

@@ -312,6 +312,8 @@ def _expected(conflict: Sequence[Declared], *, layers: int, shared: Sequence[str
             f"{whole} with zero bubble: backwards in halves keep parameters and gradients whole "
             "until the last microbatch"
         )
+    if all(one.has_outer for one in chosen.offloads):
+        return "local steps of several replicas, whose outer optimizer may be on the host"
     sent = compressions(chosen)
     if all(one.keeps_lost for one in sent):
         return (
@@ -357,6 +359,7 @@ def _host_too_small(least: Candidate, demands: Demands) -> InfeasibleError:
     needed = max(one.memory.host_bytes for one in least.prediction.stages)
     saves = any(mode.is_on_host for stage in least.stages for mode in stage.recompute)
     parts = ["the optimizer"] * least.arrangement.offload.has_states
+    parts += ["the outer optimizer"] * least.arrangement.offload.has_outer
     parts += ["what layers save for the backward"] * saves
     return InfeasibleError(
         f"no plan fits: the devices have room with {' and '.join(parts)} on the host, which then "

@@ -19,7 +19,7 @@ from functools import cached_property
 
 from autopar.planner.cluster.cluster import Cluster, Device
 from autopar.planner.cluster.shape import RowShare, group_shape, kinds_of_blocks
-from autopar.planner.costs.prediction import Arrangement, Compile
+from autopar.planner.costs.prediction import Arrangement, Compile, Offload
 from autopar.planner.costs.schedules.table import ScheduleKind
 from autopar.planner.costs.steps.stage_load import rank_groups
 from autopar.planner.plan.bounds.bounding import BoundKind, Bounds
@@ -138,14 +138,17 @@ def families(variants_: Iterable[Arrangement]) -> list[list[Arrangement]]:
     A family has one schedule, and one number of local steps and of ranks that average gradients.
     ZeRO-2 and 3 communicate more than ZeRO-1 and update as fast, so if ZeRO-1 fits, they cannot be
     better. A variant with the optimizer on the host joins a family, too, because its optimizer is
-    slower.
+    slower, and one with the outer optimizer there joins the same variant without.
     """
     heads: dict[tuple[object, ...], list[Arrangement]] = {}
-    families = []
+    families = list[list[Arrangement]]()
     for one in variants_:
         local = one.sync_every, one.averaging_ranks if one.is_local else 0
         pipeline = one.schedule, one.stages_per_rank, one.compression, *local
-        head = heads.get(pipeline)
+        head, on_device = heads.get(pipeline), replace(one, offload=Offload.NONE)
+        if one.offload.has_outer and families and families[-1][-1] == on_device:
+            families[-1].append(one)
+            continue
         if one.reduces_each and head is not None:
             head.append(one)
             continue

@@ -9,7 +9,7 @@ from itertools import count
 from typing import Generic, TypeVar
 
 from autopar.planner.cluster.toml_reading import seconds_text
-from autopar.planner.costs.prediction import Arrangement, Compile
+from autopar.planner.costs.prediction import Arrangement, Compile, Offload
 from autopar.planner.plan.search.best_first import FoundLeaf, SearchNode, Unproved
 from autopar.planner.plan.solving.candidate import Candidate, recomputes
 from autopar.planner.precision import Compression
@@ -24,7 +24,7 @@ def complexity(arrangement: Arrangement, *, recomputes: bool) -> Complexity:
 
     In this order: how many replicas take local steps, which change what is learnt; how many kinds
     of parallelism there are; how many of them need printed forwards (pipeline and tensor: data
-    ranks run the model's own forward); the ZeRO level; whether the host has the optimizer; how
+    ranks run the model's own forward); the ZeRO level; whether the host has an optimizer; how
     gradients are compressed; whether a layer is recomputed; whether layers are compiled.
     """
     opening = (arrangement.pipeline > 1) + (arrangement.tensor > 1)
@@ -33,7 +33,7 @@ def complexity(arrangement: Arrangement, *, recomputes: bool) -> Complexity:
         opening + (arrangement.data > 1),
         opening,
         arrangement.zero.value,
-        int(arrangement.offload.has_states),
+        int(arrangement.offload is not Offload.NONE),
         [*Compression].index(arrangement.compression),
         int(recomputes),
         int(arrangement.compile is Compile.LAYERS),

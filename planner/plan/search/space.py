@@ -267,8 +267,7 @@ def variants(point: Arrangement, choices: Choices) -> Iterator[Arrangement]:
         elif not point.precision.scales_loss:  # all ranks share the scale of the loss
             local = replace(point, sync_every=sync_every, outer=choices.outer)
             local = replace(local, outer_parts=choices.outer_parts)
-            on_device = replace(choices, offloads=(Offload.NONE,))
-            yield from _variants(local, _replicas(point, choices), on_device)
+            yield from _variants(local, _replicas(point, choices), choices)
 
 
 def _variants(
@@ -302,9 +301,13 @@ def offloads_in_vain(arrangement: Arrangement, choices: Choices) -> bool:
     Without offload, ZeRO on a single data rank is useless. With it, these are useless, unless the
     ZeRO level is demanded: several data ranks without ZeRO (with ZeRO each would step faster and
     hold less), and ZeRO-2 (ZeRO-3 frees more memory). fully_shard over groups of one rank cannot
-    run, nor can split backwards: hooks send gradients to the host, and theirs pass no hook.
+    run, nor can split backwards: hooks send gradients to the host, and theirs pass no hook. Nor can
+    local steps of an optimizer on the host; an outer optimizer has nothing to do without them.
     """
-    if not arrangement.offload.has_states:
+    offload = arrangement.offload
+    if offload.has_states if arrangement.is_local else offload.has_outer:
+        return True
+    if not offload.has_states:
         return arrangement.data == 1 and arrangement.zero.divides_optimizer
     zero, is_free = arrangement.zero, len(choices.zero_levels) > 1
     is_beaten = zero.keeps_gathered or not (zero.divides_optimizer or arrangement.data == 1)

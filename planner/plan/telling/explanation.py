@@ -299,6 +299,7 @@ def host_words(plan: StoredPlan) -> Iterator[str]:
     arranged = plan.arrangement
     parts = ["parameters"] * arranged.shards_on_host
     parts += ["gradients", "fp32 weights", "optimizer states"] * arranged.offload.has_states
+    parts += ["the state of the outer optimizer"] * arranged.offload.has_outer
     parts += ["what layers save for the backward"] * any(m.is_on_host for m in plan.layer_modes)
     *first, last = parts
     listed = f"{', '.join(first)} and {last}" if first else last

@@ -128,7 +128,7 @@ def zero_meaning(arrangement: Arrangement) -> str:
 def offload_words(arrangement: Arrangement) -> str:
     """Return what lies on the host, or nothing."""
     parameters = "parameters and " if arrangement.shards_on_host else ""
-    return f"{parameters}{arrangement.offload.words}" if arrangement.offload.has_states else ""
+    return f"{parameters}{arrangement.offload.words}"
 
 
 def compile_words(arrangement: Arrangement) -> str:

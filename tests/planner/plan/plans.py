@@ -8,12 +8,12 @@ from typing import Any
 
 from autopar.planner.axes.infer import GraphAxes, infer_axes
 from autopar.planner.cluster.file import choose_cluster
+from autopar.planner.costs.ops.measurements import Provenance
 from autopar.planner.costs.prediction import (
     Arrangement,
     CommunicationTerm,
     MemoryPrediction,
     Prediction,
-    Provenance,
     Recompute,
     StagePrediction,
     TimeTerm,

@@ -6,8 +6,8 @@ import pytest
 
 from autopar.planner.cluster.file import choose_cluster
 from autopar.planner.cluster.sheet import find_device
-from autopar.planner.costs.ops.measurements import Timing
-from autopar.planner.costs.prediction import Prediction, Provenance
+from autopar.planner.costs.ops.measurements import Provenance, Timing
+from autopar.planner.costs.prediction import Prediction
 from autopar.planner.costs.steps.framework import framework_constants, read_framework_constants
 from autopar.planner.plan.declared.file import gathered_constraints
 from autopar.planner.plan.plan import Model

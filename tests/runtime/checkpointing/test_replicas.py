@@ -23,7 +23,9 @@ EVERY = 2
 class Training:
     """A rank of a training, with an outer optimizer if there are several replicas."""
 
-    def __init__(self, *, shard: int, zero: int, every: int = EVERY, parts: int = 1) -> None:
+    def __init__(
+        self, *, shard: int, zero: int, every: int = EVERY, parts: int = 1, on_host: bool = False
+    ) -> None:
         self.mesh = start(data=4, shard=shard, sync_every=every)
         self.model = build(self.mesh.tensor)
         wrap(self.model, self.mesh, zero=zero, bucket_bytes=500, units=list(self.model))
@@ -33,7 +35,7 @@ class Training:
         if every:
             self.outer = OuterOptimizer(
                 [self.model], self.optimizer, self.mesh, lr=0.7, momentum=0.9,
-                parts=parts, delay=int(parts > 1),
+                parts=parts, delay=int(parts > 1), on_host=on_host,
             )  # fmt: skip
 
     def train(self, steps: range) -> None:
@@ -62,13 +64,16 @@ def _kept(folder: Path, training: Training) -> None:
 
 
 def go_on(folder: Path, zero: int, parts: int, kept_after: int) -> tuple[str | None, bool]:
-    """Return whether two trainings are equal to the bit: one is interrupted."""
+    """Return whether two trainings are equal to the bit: one is interrupted.
+
+    That one goes on with an outer optimizer on the host.
+    """
     first = Training(shard=2, zero=zero, every=EVERY * parts, parts=parts)
     first.train(range(kept_after))
     meet(first.optimizer)
     _kept(folder, first)
     first.train(range(kept_after, 12))
-    again = Training(shard=2, zero=zero, every=EVERY * parts, parts=parts)
+    again = Training(shard=2, zero=zero, every=EVERY * parts, parts=parts, on_host=True)
     note = _restored(folder, again)
     again.train(range(kept_after, 12))
     found = again.weights()

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from functools import partial
 from itertools import product
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from autopar.runtime.optimizer.building import build_optimizer
 from autopar.runtime.optimizer.gradients import clip_by_global_norm
 from autopar.runtime.optimizer.outer import OuterOptimizer, average, parts_of_model
 from autopar.runtime.ranks.mesh import Axis, start
+from autopar.runtime.ranks.transport import HostLink
 from tests.cells import cells
 from tests.runtime.processes import RankError, run_on_ranks
 from tests.runtime.small_training import (
@@ -120,13 +122,16 @@ def test_one_local_step_of_sgd_and_plain_averaging_are_synchronous_training() ->
         assert largest_difference(parameters, whole(model.named_parameters())) < 1e-9
 
 
-def _streamed(parts: int, delay: int, *, zero: int = 1, last: int = STEPS) -> dict[str, Tensor]:
+def _streamed(
+    parts: int, delay: int, *, zero: int = 1, last: int = STEPS, **where: bool
+) -> dict[str, Tensor]:
     """Train with outer steps of parts in turn; plain ones if there are none."""
     mesh = start(data=4, shard=2, sync_every=3 if parts < 2 else 4)
     model = build(mesh.tensor)
     wrap(model, mesh, zero=zero, bucket_bytes=500, units=list(model))
     optimizer = build_optimizer([model], weight_decay_on_matrices, zero=zero, mesh=mesh)
-    outer = OuterOptimizer([model], optimizer, mesh, **DILOCO, parts=max(1, parts), delay=delay)
+    rates: dict[str, Any] = {**DILOCO, **where}
+    outer = OuterOptimizer([model], optimizer, mesh, parts=max(1, parts), delay=delay, **rates)
     for step in range(1, last + 1):
         optimizer.zero_grad()
         learn(model, step - 1, mesh)
@@ -157,6 +162,33 @@ def test_replicas_that_train_on_during_outer_steps_meet_at_their_mean() -> None:
         mean = (ranks[0][name] + ranks[2][name]) / 2
         for rank in ranks:
             assert torch.allclose(rank[f"met {name}"], mean, rtol=0, atol=1e-12)
+
+
+def _on_host(parts: int, delay: int, *, zero: int) -> tuple[bool, int, int]:
+    """Return whether an outer optimizer on the host trains equally in 4 steps.
+
+    Then the elements that were allocated there, and those of the rank's part of the model.
+    """
+    here = _streamed(parts, delay, zero=zero, last=4)
+    allocated, plain = list[Tensor](), HostLink.empty
+
+    def empty(link: HostLink, elements: int, dtype: torch.dtype) -> Tensor:
+        allocated.append(plain(link, elements, dtype))
+        return allocated[-1]
+
+    with patch.object(HostLink, "empty", empty):
+        there = _streamed(parts, delay, zero=zero, last=4, on_host=True)
+    is_equal = all(torch.equal(one, there[name]) for name, one in here.items())
+    own = sum(one.numel() for one in build(Axis(0, 1, None)).parameters()) // (2 if zero else 1)
+    return is_equal, sum(one.numel() for one in allocated), own
+
+
+def test_an_outer_optimizer_on_the_host_trains_equally_to_the_bit() -> None:
+    for parts, delay, zero in ((0, 0, 0), (0, 0, 3), (2, 1, 1)):
+        for is_equal, allocated, own in run_on_ranks(partial(_on_host, zero=zero), 4, parts, delay):
+            assert is_equal
+            # the common parameters, and the mean change; of a part on its way, what was sent
+            assert allocated == own * (3 if delay else 2)
 
 
 def test_parts_need_a_local_step_more_than_their_delay() -> None:

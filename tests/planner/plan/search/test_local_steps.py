@@ -14,7 +14,7 @@ from autopar.planner.cluster.cluster import Collective
 from autopar.planner.cluster.file import choose_cluster
 from autopar.planner.cluster.shape import group_shape
 from autopar.planner.costs.collectives.choice import collective_seconds
-from autopar.planner.costs.prediction import Arrangement, Prediction, Zero
+from autopar.planner.costs.prediction import Arrangement, Offload, Prediction, Zero
 from autopar.planner.costs.steps.state import loses_unkept
 from autopar.planner.costs.steps.step import predict
 from autopar.planner.errors import AutoparError, InputError
@@ -98,6 +98,55 @@ def test_memory_has_the_outer_state(outer: Outer, zero: Zero, more: int) -> None
     assert on_its_way == 2_000_000 // (2 if zero is Zero.OPTIMIZER else 1)  # half of 4 MB
     bytes_ = [predicted(one).peak_memory.optimizer_bytes for one in (local, alone)]
     assert bytes_[0] - bytes_[1] == more
+
+
+@pytest.mark.parametrize(("parts", "copies"), [(1, 3), (4, 5)])
+def test_an_outer_optimizer_on_the_host_takes_its_seconds_and_bytes_there(
+    parts: int, copies: int
+) -> None:
+    # One million parameters: SGD moves 44 bytes of each in the host's memory, and 4 bytes cross its
+    # link 3 times, or 5 times if the parameters of a part on its way are kept there, too.
+    here = replace(LOCAL, outer_parts=parts)
+    there, moved = predicted(replace(here, offload=Offload.OUTER)), predicted(here)
+    host = choose_cluster(4, "h100-sxm").nodes[0].device.host
+    memory = host.memory_bytes_per_second * SILENT.host_memory_share
+    link = host.bytes_per_second * SILENT.host_link_share
+    more = 44e6 / memory + copies * 4e6 / link - 44e6 / (0.9 * 3.35e12)
+    seconds = [
+        sum(one.seconds for one in x.terms if one.name == "outer step") for x in (there, moved)
+    ]
+    assert seconds[0] - seconds[1] == pytest.approx(more / 8, rel=1e-3)
+    # 8 bytes of each leave the device; and of a quarter of the model, what was sent: 1 MB
+    on_host = 8_000_000 + 1_000_000 * (parts > 1)
+    assert there.peak_memory.host_bytes == on_host
+    assert moved.peak_memory.host_bytes == 0
+    left = moved.peak_memory.optimizer_bytes - there.peak_memory.optimizer_bytes
+    assert left == on_host
+
+
+def test_the_outer_optimizer_moves_to_the_host_where_nothing_else_fits() -> None:
+    pinned: dict[str, Any] = {
+        "choices__sync_every": 64,
+        "pins__zero": 0,
+        "pins__tp": 1,
+        "pins__pp": 1,
+    }
+    here = found(SLOW, **pinned, offload="none", objective="memory")
+    below = here.prediction.peak_memory.device_bytes - 300 * 2**20  # of 409 that it has
+    assert found(SLOW, **pinned).arrangement.offload is Offload.NONE
+    plan = found(SLOW, **pinned, limits__memory=f"{below} B")
+    assert plan.arrangement.offload is Offload.OUTER
+    assert "outer optimizer on the host" in arrangement_words(plan.arrangement)
+    tight = {"limits__memory": f"{below} B", "limits__host_memory": "1 MiB"}
+    with pytest.raises(AutoparError, match=r"the outer optimizer .*on the host, which then needs"):
+        found(SLOW, **pinned, **tight)
+
+
+def test_an_outer_optimizer_on_the_host_needs_local_steps() -> None:
+    with pytest.raises(AutoparError, match="offload outer") as raised:
+        found(SLOW, offload="outer")
+    assert "local steps of several replicas" in raised.value.expected
+    assert found(SLOW, offload="outer", choices__allow="local-steps").arrangement.is_local
 
 
 def found(network: str, **places: Any) -> Plan:

@@ -8,7 +8,8 @@ import pytest
 
 from autopar.planner.axes.infer import GraphAxes
 from autopar.planner.cluster.toml_reading import seconds_text
-from autopar.planner.costs.prediction import Provenance, TimeTerm, Zero
+from autopar.planner.costs.ops.measurements import Provenance
+from autopar.planner.costs.prediction import TimeTerm, Zero
 from autopar.planner.layers import Layers
 from autopar.planner.plan.declared.constraints import Constraints, constraints_of
 from autopar.planner.plan.declared.file import parse_pins
