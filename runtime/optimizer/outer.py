@@ -91,8 +91,15 @@ class OuterOptimizer:
         optimizer.__dict__[_OUTER] = self
 
     @torch.no_grad()
-    def step(self) -> None:
-        """Give all replicas the same new parameters. All ranks call this after the same step."""
+    def step(self, step: int) -> None:
+        """Give all replicas the same new parameters, after the last local step of a round.
+
+        If a training ends within a round, they get their mean: the momentum is that of whole
+        rounds, and would go as far after a single local step as after a whole round.
+        """
+        if step % self._sync_every:
+            self._give_mean()
+            return
         for numbers in _buckets(self._common):
             self._receive(self._send(numbers))
         self._finish()
@@ -118,9 +125,7 @@ class OuterOptimizer:
         """Give all replicas their mean as common parameters, unless they are alike."""
         if not self._are_alike:
             self._receive_all()
-            average(self._values(), self.replica)
-            self.begin()
-            self._finish()
+            self._give_mean()
             self._are_alike = True
 
     @torch.no_grad()
@@ -177,6 +182,11 @@ class OuterOptimizer:
         if self._link is None:
             return value.clone()
         return self._link.empty(value.numel(), value.dtype).view(value.shape).copy_(value)
+
+    def _give_mean(self) -> None:
+        average(self._values(), self.replica)
+        self.begin()
+        self._finish()
 
     def _finish(self) -> None:
         average(list(_running_statistics(self._model_parts)), self.replica)

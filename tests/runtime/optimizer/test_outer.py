@@ -58,9 +58,11 @@ def alone(every: int, outer: dict[str, float]) -> dict[str, Tensor]:
             learnt(model, step, slice(number * rows, (number + 1) * rows))
             nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
             optimizer.step()
-        if (step + 1) % every:
+        if (step + 1) % every and step + 1 < STEPS:
             continue
         with torch.no_grad():
+            if (step + 1) % every:  # a short round ends with the mean
+                outer = AVERAGE
             for place, (was, momentum) in enumerate(zip(common, momenta, strict=True)):
                 held = [list(one.parameters())[place] for one in replicas]
                 change = sum((was - one for one in held), torch.zeros_like(was)) / REPLICAS
@@ -85,8 +87,8 @@ def train(
         learn(model, step, mesh)
         clip_by_global_norm([model], CLIP_NORM, mesh, split=split)
         optimizer.step()
-        if (step + 1) % every == 0:
-            averaging.step()
+        if (step + 1) % every == 0 or step + 1 == STEPS:
+            averaging.step(step + 1)
     return mesh.tensor.rank, whole(model.named_parameters())
 
 
@@ -108,6 +110,11 @@ def test_replicas_of_two_ranks_train_as_one_process_that_plays_them(zero: int, o
 
 def test_replicas_of_one_rank_with_a_tensor_axis_train_as_one_process() -> None:
     check(alone(2, DILOCO), 0, 1, 2, 2, DILOCO, weight_decay_on_matrices)
+
+
+def test_a_last_round_that_is_shorter_ends_with_the_mean() -> None:
+    assert STEPS % 4
+    check(alone(4, DILOCO), 1, 2, 1, 4, DILOCO, weight_decay_on_matrices)
 
 
 def test_one_local_step_of_sgd_and_plain_averaging_are_synchronous_training() -> None:
@@ -139,7 +146,7 @@ def _streamed(
         if parts:
             outer.follow(step)
         elif step % mesh.sync_every == 0:
-            outer.step()
+            outer.step(step)
     own = whole(model.named_parameters())
     outer.meet()
     return {**own, **{f"met {name}": one for name, one in whole(model.named_parameters()).items()}}
@@ -218,7 +225,7 @@ def train_unclipped() -> dict[str, Tensor]:
         optimizer.zero_grad()
         learn(model, step, mesh)
         optimizer.step()
-        averaging.step()
+        averaging.step(step + 1)
     return whole(model.named_parameters())
 
 
@@ -232,7 +239,7 @@ def statistics_after_an_outer_step() -> tuple[Tensor, Tensor]:
     rows = torch.arange(12.0, dtype=torch.float64).view(4, 3) * (1 + mesh.data.rank)
     model(rows).sum().backward()
     own = rows.mean(0) * 0.1  # the momentum of running means
-    averaging.step()
+    averaging.step(2)
     found = norm.running_mean
     assert found is not None
     return own, found.clone()
