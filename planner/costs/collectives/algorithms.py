@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 
-from autopar.planner.cluster.cluster import Backend
+from autopar.planner.cluster.cluster import Backend, Collective
 from autopar.planner.cluster.toml_reading import figure, flag, number, parse_seconds
 
 
@@ -29,6 +29,9 @@ class Protocol:
     fraction: float  # fraction of the link's rate for long transfers
     crosses_networks: bool
     scatters_whole: bool = False  # a reduce-scatter sends as much as an all-reduce
+    rings_only: bool = False  # no trees
+    # gathers and all-to-alls send to a rank before they ask for its message, on one connection
+    asks_last: bool = False
 
     @property
     def hands_on_chunks(self) -> bool:
@@ -58,6 +61,28 @@ class CollectiveConstants:
         """Return the latency of one hop of a tree between nodes."""
         chunk_seconds = self.tree_chunk_seconds if protocol.hands_on_chunks else 0.0
         return self.tree_hop_factor * protocol.hop(alpha_seconds) + chunk_seconds
+
+    def all_to_all_share(self, protocol: Protocol) -> float:
+        """Return the share of a link's rate that an all-to-all reaches.
+
+        If ranks ask last, the later rank of a pair sends at once, because the earlier one has asked
+        already. Its own request waits behind its data. So the two messages of a pair cross one
+        after another, and the last rank of all sends everything before it receives anything: 1 ÷ 2.
+        This leaves out ranks that come at the same time, and ranks of several pairs that share a
+        link, which may use both of its directions.
+        """
+        return protocol.fraction * (0.5 if protocol.asks_last else self.all_to_all_fraction)
+
+    def ring_share(self, protocol: Protocol, collective: Collective, ranks: int) -> float:
+        """Return the share of a link's rate that a ring reaches.
+
+        If ranks ask last, an all-gather of two ranks waits as an all-to-all does. But each sends
+        two halves, and the first half of the earlier rank crosses beside the second half of the
+        later one. So they take the time of 3 halves, not of 2: 2 ÷ 3. More ranks send to one
+        neighbour and ask the other one, on another connection.
+        """
+        waits = protocol.asks_last and collective is Collective.ALL_GATHER and ranks == 2
+        return protocol.fraction * (2 / 3 if waits else 1)
 
     def protocols(self, backend: Backend) -> tuple[Protocol, ...]:
         """Return the protocols that a library chooses from."""
@@ -104,6 +129,8 @@ def _protocols(tables: dict[str, dict[str, object]]) -> tuple[Protocol, ...]:
             fraction=number(table, "fraction", where=name),
             crosses_networks=flag(table, "crosses_networks", where=name),
             scatters_whole=flag(table, "scatters_whole", where=name),
+            rings_only=flag(table, "rings_only", where=name),
+            asks_last=flag(table, "asks_last", where=name),
         )
         for name, table in tables.items()
     )

@@ -221,8 +221,10 @@ def _times(
     elif collective is Collective.ALL_TO_ALL:
         yield _all_to_all(payload_bytes, shape, protocol, constants)
     else:
-        yield _ring(collective, payload_bytes, shape, protocol)
-        if all(crossing.topology in TREES for crossing in shape.crossings):
+        yield _ring(collective, payload_bytes, shape, protocol, constants)
+        if not protocol.rings_only and all(
+            crossing.topology in TREES for crossing in shape.crossings
+        ):
             yield from _tree(collective, payload_bytes, shape, protocol, constants)
 
 
@@ -236,14 +238,19 @@ def ring_hops(shape: GroupShape) -> tuple[int, ...]:
 
 
 def _ring(
-    collective: Collective, payload_bytes: float, shape: GroupShape, protocol: Protocol
+    collective: Collective,
+    payload_bytes: float,
+    shape: GroupShape,
+    protocol: Protocol,
+    constants: CollectiveConstants,
 ) -> tuple[str, float]:
     """Return the name and time of a ring over all levels, at the rate of the narrowest cut."""
     hops = sum(
         count * protocol.hop(crossing.alpha_seconds)
         for count, crossing in zip(ring_hops(shape), shape.crossings, strict=True)
     )
-    rate = protocol.fraction * min(crossing.bytes_per_second for crossing in shape.crossings)
+    share = constants.ring_share(protocol, collective, shape.ranks)
+    rate = share * min(crossing.bytes_per_second for crossing in shape.crossings)
     is_double = all(crossing.topology is Topology.DOUBLE_RING for crossing in shape.crossings)
     if collective is Collective.REDUCE_SCATTER and protocol.scatters_whole:
         collective = Collective.ALL_REDUCE
@@ -372,7 +379,7 @@ def _across(
     protocol: Protocol,
     constants: CollectiveConstants,
 ) -> tuple[str, float]:
-    share = protocol.fraction * constants.all_to_all_fraction
+    share = constants.all_to_all_share(protocol)
     rate = share * crossing.bytes_per_second / crossing.members
     hop = protocol.hop(crossing.alpha_seconds)
     if crossing.topology in (Topology.RING, Topology.DOUBLE_RING):

@@ -164,6 +164,33 @@ def test_gloo_scatters_by_an_all_reduce() -> None:
         assert part == pytest.approx(times * whole, rel=0.1)
 
 
+@pytest.mark.parametrize(
+    ("collective", "ranks", "backend", "seconds"),
+    [
+        # two ranks with 1 GB over 1 GB/s: each sends half
+        (Collective.ALL_GATHER, 2, Backend.GLOO, 0.75),  # in halves, one of 3 beside another
+        (Collective.ALL_TO_ALL, 2, Backend.GLOO, 1.0),  # one half after the other
+        (Collective.ALL_REDUCE, 2, Backend.GLOO, 1.0),  # asks first: two halves both ways
+        (Collective.REDUCE_SCATTER, 2, Backend.GLOO, 1.0),
+        (Collective.ALL_GATHER, 4, Backend.GLOO, 0.75),  # 3 of 4 parts, each to the next rank
+        (Collective.ALL_TO_ALL, 4, Backend.GLOO, 1.5),  # 3 of 4 parts each way, one way at a time
+        (Collective.ALL_GATHER, 2, Backend.NCCL, 0.5),
+        (Collective.ALL_TO_ALL, 2, Backend.NCCL, 0.5 / 0.85),
+    ],
+)
+def test_gloo_sends_before_it_asks(
+    collective: Collective, ranks: int, backend: Backend, seconds: float
+) -> None:
+    link = crossing(parts=ranks, bytes_per_second=1e9, alpha_seconds=0.0, backend=backend)
+    found = cheapest(collective, 10**9, shape(link)).seconds
+    assert found == pytest.approx(seconds, rel=0.005)
+
+
+def test_gloo_has_no_trees() -> None:
+    many = crossing(parts=64, topology=Topology.SWITCH, level="network", backend=Backend.GLOO)
+    assert algorithms(shape(many)) == {"ring"}
+
+
 def test_a_price_by_hand() -> None:
     # gloo, a ring of two: base 60 µs + 2 · 60 µs + 2·1/2 · 15 MB ÷ 1.5 GB/s = 180 µs + 10 ms,
     # and √(4.9 µs · 10 ms) = 221.4 µs for the chunks
