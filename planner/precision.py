@@ -231,8 +231,16 @@ LEARNT: Mapping[StrEnum, tuple[tuple[str, float, float], ...]] = MappingProxyTyp
             ("mnist", 0.0008, 0.0024),
             ("intent", 1.7529, 1.7537),
         ),
-        Outer.NESTEROV: (("gpt2", 1.4978, 1.4981), ("mnist", 0.0006, 0.0000)),
-        Outer.AVERAGE: (("gpt2", 1.4978, 1.5778), ("mnist", 0.0006, 0.0020)),
+        Outer.NESTEROV: (
+            ("gpt2", 1.4978, 1.4981),
+            ("mnist", 0.0006, 0.0000),
+            ("resnet", 0.0005, 0.0004),
+        ),
+        Outer.AVERAGE: (
+            ("gpt2", 1.4978, 1.5778),
+            ("mnist", 0.0006, 0.0020),
+            ("resnet", 0.0005, 0.0012),
+        ),
     }
 )
 
