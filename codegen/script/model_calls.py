@@ -394,6 +394,6 @@ def outer_call(plan: Plan, modules: Source) -> Source:
     """Return the call that builds the outer optimizer, or "" without local steps."""
     given = [modules, "optimizer", "mesh", "lr=OUTER_RATE", "momentum=OUTER_MOMENTUM"]
     given += ["parts=OUTER_PARTS", "delay=OUTER_DELAY"] * (plan.arrangement.outer_parts > 1)
-    given += ["on_host=OUTER_ON_HOST"] * plan.arrangement.offload.has_outer
+    given += ["on_host=True"] * plan.arrangement.offload.has_outer
     made = call("OuterOptimizer", *given).laid_out(before=12, indent=4)
     return Source(made if plan.arrangement.is_local else "")

@@ -152,9 +152,9 @@ def planned(plan: Plan) -> Iterator[ScriptSetting]:
     if has_own_buckets(arranged):
         bucket = "gradients are sent in buckets of this size, during the backward"
         yield ScriptSetting("BUCKET_BYTES", _in_mebibytes(arranged.bucket_bytes), bucket)
-    if setting := arranged.offload.setting:
+    if arranged.offload.has_states:
         fetched = "parameters, " if arranged.shards_on_host else ""
-        yield ScriptSetting(setting, literal(True), f"{fetched}{arranged.offload.meaning}")
+        yield ScriptSetting("OFFLOAD", literal(True), f"{fetched}{arranged.offload.meaning}")
     if arranged.pipeline > 1:
         schedule = "the order of forwards and backwards"
         yield ScriptSetting("SCHEDULE", literal(str(arranged.schedule)), schedule)

@@ -85,24 +85,20 @@ class Offload(StrEnum):
     has_states: bool  # gradients and optimizer states; then the optimizer runs on the CPU
     has_outer: bool  # the state of local steps' outer optimizer, which then runs on the CPU
     words: str
-    setting: str  # in scripts
-    meaning: str
+    meaning: str  # in scripts
 
-    NONE = "none", False, False, "", "", ""
+    NONE = "none", False, False, "", ""
     OPTIMIZER = (
-        *("optimizer", True, False, "optimizer on the host", "OFFLOAD"),
+        *("optimizer", True, False, "optimizer on the host"),
         "gradients and optimizer states are in the host's memory, where it steps",
     )
-    OUTER = (
-        *("outer", False, True, "outer optimizer on the host", "OUTER_ON_HOST"),
-        "the outer optimizer's state is in the host's memory, where it steps",
-    )
+    OUTER = "outer", False, True, "outer optimizer on the host", ""
 
     def __new__(cls, name: str, *row: Any) -> Self:
         """Return a choice with the columns of its row."""
         one = str.__new__(cls, name)
         one._value_ = name
-        one.has_states, one.has_outer, one.words, one.setting, one.meaning = row
+        one.has_states, one.has_outer, one.words, one.meaning = row
         return one
 
 
