@@ -83,7 +83,7 @@ def views_planned(cluster: Cluster, **places: object) -> tuple[Plan, set[str]]:
 
 
 def test_tensor_ranks_share_rows_that_meet_wherever_they_are() -> None:
-    slow = two_nodes("infiniband-ndr", devices=2, device="cpu")
+    slow = two_nodes("infiniband-ndr", devices=2)
     plan, split = views_planned(slow)
     assert (plan.arrangement.data, plan.arrangement.microbatches) == (1, 1)
     assert plan.arrangement.tensor == slow.size  # beyond a node, where layers would wait otherwise
