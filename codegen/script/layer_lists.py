@@ -202,7 +202,9 @@ def layer_lists(plan: Plan, subject: PlannedSubject, *, writing: Sequence[str]) 
     if plan.arrangement.zero.shards_modules:
         found.append(_listed("LAYERS", _gathered_alone(subject, paths)))
     if plan.arrangement.compile is Compile.LAYERS:
-        found.append(_listed("COMPILED", compiled_layers(plan, subject)))
+        found.append(
+            _listed("COMPILED", compiled_layers(plan, subject), "what torch.compile takes")
+        )
     for one in recomputations(plan, "model"):
         found.append(
             _listed(
@@ -336,9 +338,9 @@ def _path(subject: PlannedSubject, call: str) -> str:
     return calls[call].path if call in calls and call not in subject.opened.inlined else ""
 
 
-def _listed(name: str, paths: Sequence[str]) -> Source:
+def _listed(name: str, paths: Sequence[str], comment: str = "") -> Source:
     unique = list(dict.fromkeys(paths))
-    return assigned(name, numbered_tuple(unique))
+    return assigned(name, numbered_tuple(unique), comment)
 
 
 def own_rows_table(opened: OpenedSource) -> Source:

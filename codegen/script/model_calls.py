@@ -185,7 +185,7 @@ def model_source(path: Path) -> Source:
     files = sources(path)
     names = (Path(os.path.relpath(file, path.parent)).as_posix() for file in files)
     lines = [
-        assigned("MODEL_FILES", tuple_of(*map(literal, names)), "the code that was planned"),
+        assigned("MODEL_FILES", tuple_of(*map(literal, names)), "whose code was planned"),
         f"MODEL_DIGEST = {literal(source_digest(files))}  # of this code",
     ]
     return Source("\n".join(lines))
@@ -290,16 +290,16 @@ def evaluation(plan: Plan, subject: PlannedSubject) -> Source:
 
 def first_step(plan: Plan, subject: PlannedSubject) -> Source:
     """Return the call that compares the loss of the first microbatch with plain PyTorch's."""
-    arguments = ["data", *_model(plan, subject), "plainly", "options", "mesh"]
+    arguments = ["data", *_model(plan, subject), "plain", "options", "mesh"]
     if subject.opened.weighs_terms:
         arguments.append("terms=valid_targets")
     if subject.opened.own_rows:
         arguments += ["rows_over=mesh.tensor", "own=OWN_ROWS", "rows=MICROBATCH"]
-    return Source(call("first_step_checked", *arguments).laid_out(before=15, indent=8))
+    return Source(call("check_first_step", *arguments).laid_out(before=15, indent=8))
 
 
-def plainly(plan: Plan, subject: PlannedSubject) -> Source:
-    """Return the call `Plainly(…)`, with everything needed to compute a loss in plain PyTorch."""
+def plain_model(plan: Plan, subject: PlannedSubject) -> Source:
+    """Return the call `PlainModel(…)`, with all that a loss in plain PyTorch needs."""
     given = ["new_model", "new_batch"]
     if subject.file.loss:
         given.append("new_loss")
@@ -307,7 +307,7 @@ def plainly(plan: Plan, subject: PlannedSubject) -> Source:
         given.append("half_buffers=HALF_BUFFERS")
     if plan.graph.own_gradients:
         given.append("needs_gradients=True")
-    return Source(call("Plainly", *given).flat)
+    return Source(call("PlainModel", *given).flat)
 
 
 def evaluation_notes(subject: PlannedSubject) -> Iterator[str]:
@@ -380,13 +380,15 @@ def outer_settings(plan: Plan) -> Iterator[ScriptSetting]:
     """Yield the settings of the outer steps that follow local steps, if there are any."""
     arranged = plan.arrangement
     if arranged.is_local:
-        yield ScriptSetting("OUTER_RATE", literal(arranged.outer.rate), "of outer steps")
-        momentum = "of outer steps, Nesterov's; 0: none"
+        yield ScriptSetting(
+            "OUTER_RATE", literal(arranged.outer.rate), "learning rate of outer steps"
+        )
+        momentum = "Nesterov's, of outer steps; 0: none"
         yield ScriptSetting("OUTER_MOMENTUM", literal(arranged.outer.momentum), momentum)
     if arranged.outer_parts > 1:
-        turns = "of the model, which have outer steps in turn, spread over SYNC_EVERY steps"
+        turns = "the model has so many parts; in SYNC_EVERY steps each has one outer step"
         yield ScriptSetting("OUTER_PARTS", literal(arranged.outer_parts), turns)
-        sent = "steps from sending a part to its outer step: the time to send it, as predicted"
+        sent = "steps that sending a part takes, as predicted; then comes its outer step"
         yield ScriptSetting("OUTER_DELAY", literal(plan.prediction.outer_delay), sent)
 
 

@@ -103,7 +103,7 @@ class TrainingView:
     outer: Source  # the call that makes the outer optimizer of local steps; empty without them
     streams: bool  # outer steps of parts of the model in turn
     scheduler: Source  # the call that creates the learning-rate schedule; empty without one
-    plainly: Source  # the call `Plainly(…)`: a loss in plain PyTorch
+    plain_model: Source  # the call `PlainModel(…)`: a loss in plain PyTorch
     first_step: Source  # the call that compares the first loss
     scales_loss: bool  # fp16
     seeding: Source  # a comment on which ranks draw their own random numbers

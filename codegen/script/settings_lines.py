@@ -56,7 +56,7 @@ def settings_of(plan: Plan) -> Iterator[ScriptSetting]:
         decayed = "of AdamW, on matrices: norms and biases have none; --weight-decay"
         yield ScriptSetting("WEIGHT_DECAY", literal(ADAMW.weight_decay), decayed)
     if is_scheduled_here(plan):
-        warmed = "steps up to LEARNING_RATE; at most a tenth of all; --warmup-steps"
+        warmed = "steps in which the rate rises; at most a tenth of --steps; --warmup-steps"
         yield ScriptSetting("WARMUP_STEPS", literal(ADAMW.warmup_steps), warmed)
         final = "the cosine ends at this share of LEARNING_RATE"
         yield ScriptSetting("FINAL_SHARE", literal(ADAMW.final_share), final)
@@ -172,7 +172,7 @@ def _degrees(arranged: Arrangement) -> Iterator[ScriptSetting]:
     meanings = {
         "pipeline": "pipeline-parallel ranks: each has some of the layers",
         "data": "data-parallel ranks: each has its own rows of a batch",
-        "tensor": "tensor-parallel ranks: each has a part of every split layer",
+        "tensor": "tensor-parallel ranks: each has a part of what is split",
     }
     for axis, meaning in meanings.items():
         if (degree := getattr(arranged, axis)) > 1:

@@ -169,7 +169,7 @@ _FROM: Mapping[str, str] = MappingProxyType(
         ),
         "autopar.runtime.data_parallel": "set_last wrap",
         "autopar.runtime.evaluation": (
-            "Evaluation Plainly first_step_checked one_by_one read_evaluation with_gradients"
+            "Evaluation PlainModel check_first_step one_by_one read_evaluation with_gradients"
         ),
         "autopar.runtime.checkpointing": "Keeper",
         "autopar.runtime.model": (

@@ -53,7 +53,7 @@ ALLOWED: Mapping[torch.dtype, float] = MappingProxyType(
 
 
 @dataclass(frozen=True, slots=True)
-class Plainly:
+class PlainModel:
     """The functions of a model file that compute a loss on one device."""
 
     new_model: Callable[[], nn.Module]
@@ -93,11 +93,11 @@ _NOTHING_COUNTS = (
 )
 
 
-def first_step_checked(
+def check_first_step(
     data: Iterator[Weighed],
     losses: Losses,
     parts: Sequence[nn.Module],
-    plainly: Plainly,
+    reference: PlainModel,
     options: Namespace,
     mesh: Mesh,
     *,
@@ -120,7 +120,7 @@ def first_step_checked(
     rest = gathered_rows({key: batch[key] for key in own}, (), rows_over, rows=rows)
     found = _PlainLoss()
     if mesh.rank == 0:
-        found = _found(plainly, {**batch, **rest}, options, mesh)
+        found = _found(reference, {**batch, **rest}, options, mesh)
         torch.cuda.empty_cache()
     # in a pipeline, the last stage has the loss
     is_counted = mesh.data.rank == mesh.tensor.rank == 0
@@ -162,17 +162,17 @@ def _compare(script: float, plain: float, dtype: torch.dtype) -> None:
     )
 
 
-def _found(plainly: Plainly, batch: Batch, options: Namespace, mesh: Mesh) -> _PlainLoss:
+def _found(reference: PlainModel, batch: Batch, options: Namespace, mesh: Mesh) -> _PlainLoss:
     """Compute a loss in plain PyTorch; a failure here is not an error of the script."""
     begun = time.perf_counter()
     try:
-        model = _built(plainly, options, mesh)
+        model = _built(reference, options, mesh)
         built = time.perf_counter()
         with (
             computes_as_trained([model], mesh, options.seed),
-            torch.set_grad_enabled(plainly.needs_gradients),
+            torch.set_grad_enabled(reference.needs_gradients),
         ):
-            loss = float(plainly.loss(model, batch))
+            loss = float(reference.loss(model, batch))
     except torch.OutOfMemoryError:
         return _PlainLoss(failure="the whole model has no room beside what this rank holds")
     except Exception as error:
@@ -180,16 +180,16 @@ def _found(plainly: Plainly, batch: Batch, options: Namespace, mesh: Mesh) -> _P
     return _PlainLoss(loss=loss, build_seconds=built - begun, seconds=time.perf_counter() - built)
 
 
-def _built(plainly: Plainly, options: Namespace, mesh: Mesh) -> nn.Module:
+def _built(reference: PlainModel, options: Namespace, mesh: Mesh) -> nn.Module:
     """Return the whole initial model, with parameters in the training's dtype."""
-    model = plain_model(plainly.new_model, seed=options.seed)
+    model = plain_model(reference.new_model, seed=options.seed)
     if options.weights is not None:
         files, may_lack = options.weights.files, options.weights.may_lack
         cpu = torch.device("cpu")
         load_safetensors(model, files, {}, ALONE, device=cpu, may_lack=may_lack)
     dtype = options.dtype
     if dtype in HALF_DTYPES:
-        compute_in(model, dtype, buffers=plainly.half_buffers, takes_received=False)
+        compute_in(model, dtype, buffers=reference.half_buffers, takes_received=False)
         widen_norms(model)
     if dtype is torch.float64:
         in_float64(model)

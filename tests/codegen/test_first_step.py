@@ -142,7 +142,7 @@ def test_a_model_of_a_library_is_called_as_the_script_calls_it(tmp_path: Path) -
 def test_what_plain_pytorch_cannot_do_is_told_and_trained(tmp_path: Path) -> None:
     plan = small_plan(returning(tmp_path, FORMS["loss and logits"]))
     script = write_script(plan, tmp_path)
-    text = script.read_text(encoding="utf-8").replace("Plainly(new_model", "Plainly(list")
+    text = script.read_text(encoding="utf-8").replace("PlainModel(new_model", "PlainModel(list")
     script.write_text(text, encoding="utf-8")
     found = ran(plan, script, "--check-first-step")
     assert "note: the first step is not checked: plain PyTorch fails: Attrib" in found[0].said

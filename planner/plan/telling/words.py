@@ -215,17 +215,17 @@ def replicas_apart(plan: Plan) -> str:
         return ""
     return (
         f"{arranged.data // arranged.shard} replicas take {arranged.sync_every} local steps before "
-        f"an outer optimizer averages them, {_turns(plan)}as was allowed, so this is not the "
-        f"training of one device. {learnt_words(arranged.outer)}"
+        f"an outer optimizer averages them, as was allowed, so this is not the training of one "
+        f"device. {_turns(plan)}{learnt_words(arranged.outer)}"
     )
 
 
 def _turns(plan: Plan) -> str:
-    """Return how outer steps go through the model in parts, with a comma, or ""."""
+    """Return a sentence on outer steps of parts of the model, or ""."""
     if not (delay := plan.prediction.outer_delay):
         return ""
     arranged, steps = plan.arrangement, f"{delay} local step{'s' * (delay > 1)}"
-    return f"a part of {arranged.outer_parts} at a time, each sent during {steps}, "
+    return f"{arranged.outer_parts} parts have outer steps in turn, each sent during {steps}. "
 
 
 def sums_apart(plan: Plan) -> str:
@@ -317,9 +317,9 @@ def shares_nothing(plan: StoredPlan) -> str:
     if plan.arrangement.tensor == 1 or splits:
         return ""
     return (
-        f"as pinned, each of {plan.arrangement.tensor} tensor ranks computes everything: any split "
-        "would take longer. Use fewer devices, pin dp, or require a split ([[splits]] in a "
-        "constraints file)."
+        f"tp is pinned to {plan.arrangement.tensor}, but any split would take longer, so each "
+        "tensor rank computes all that the others do. Use fewer devices, pin dp, or require a "
+        "split ([[splits]] in a constraints file)."
     )
 
 

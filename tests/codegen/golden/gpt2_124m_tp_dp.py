@@ -28,7 +28,7 @@ Why this plan: this plan has simpler layouts than the fastest one, and its step 
 The fastest plan found takes 34.35 ms, and none of the 20 arrangements is faster than that. In this
 plan, compute + optimizer takes 82% of the step.
 """
-# Written by autopar 0.2.0 (checksum 7687530cec7dc077, plan e9ec21c890184c02).
+# Written by autopar 0.2.0 (checksum 07f06ff8f00963f2, plan e9ec21c890184c02).
 # Once you edit this file, autopar overwrites it only with --force.
 
 import sys
@@ -45,7 +45,7 @@ from torch.optim import Optimizer
 from autopar.runtime.checkpointing import Keeper
 from autopar.runtime.data import Batch, Weighed, in_float32, read_batches, read_dataset, scale_loss
 from autopar.runtime.data_parallel import wrap
-from autopar.runtime.evaluation import Plainly, first_step_checked, one_by_one
+from autopar.runtime.evaluation import PlainModel, check_first_step, one_by_one
 from autopar.runtime.model import compile_layers, expand, shard_parameters, take_classes
 from autopar.runtime.optimizer import (
     build_optimizer,
@@ -100,7 +100,7 @@ WORKERS = "auto"  # processes of a rank that read ahead: 2 for a GPU, 0 on CPUs;
 # --------------------------------------------------------------------------------- the plan
 
 DATA = 4  # data-parallel ranks: each has its own rows of a batch
-TENSOR = 2  # tensor-parallel ranks: each has a part of every split layer
+TENSOR = 2  # tensor-parallel ranks: each has a part of what is split
 MICROBATCH = 16  # rows of a microbatch on each data rank
 MICROBATCHES = 1  # per step; gradients are accumulated over them
 ZERO = 1  # each data rank has a part of the optimizer states
@@ -108,7 +108,7 @@ BUCKET_BYTES = 100 * 2**20  # gradients are sent in buckets of this size, during
 GLOBAL_BATCH = MICROBATCH * MICROBATCHES * DATA  # 64 rows per step
 TOKENS_PER_STEP = GLOBAL_BATCH * 1024  # 1,024 tokens per row
 PREDICTED = ("h100-sxm", 0.03498, 0.2068)  # device, seconds per step, MFU
-MODEL_FILES = ("gpt2.py", "sizes.py", "token_data.py")  # the code that was planned
+MODEL_FILES = ("gpt2.py", "sizes.py", "token_data.py")  # whose code was planned
 MODEL_DIGEST = "5dc09595970e3b31"  # of this code
 
 # ---------------------------------------------------------- the classes that the plan changes
@@ -188,7 +188,7 @@ REPLICATED = (
     "ln_f.weight",
     "ln_f.bias",
 )
-COMPILED = expand("h.*", range(12))
+COMPILED = expand("h.*", range(12))  # what torch.compile takes
 
 # -------------------------------------------------------------------------------- the model
 
@@ -257,12 +257,12 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
     optimizer = build_optimizer([model], new_optimizer, zero=ZERO, mesh=mesh, lr=options.lr)
     scheduler = build_scheduler(new_scheduler, optimizer, steps=options.steps, mesh=mesh)
     if options.check_first_step and keeper.step == 0:
-        plainly = Plainly(new_model, new_batch, new_loss)  # the model on one device
-        data = first_step_checked(
+        plain = PlainModel(new_model, new_batch, new_loss)  # the model on one device
+        data = check_first_step(
             data,
             one_by_one(partial(loss_of, model, tensor=mesh.tensor)),
             [model],
-            plainly,
+            plain,
             options,
             mesh,
         )

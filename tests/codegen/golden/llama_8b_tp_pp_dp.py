@@ -30,7 +30,7 @@ Why this plan: this plan has simpler layouts than the fastest one, and its step 
 The fastest plan found takes 1.009 s, and none of the 4 arrangements is faster than that. In this
 plan, compute + optimizer takes 70% of the step.
 """
-# Written by autopar 0.2.0 (checksum 5cc2b37c2e6bad26, plan f8d30fe937cf67d0).
+# Written by autopar 0.2.0 (checksum b1a9e754ed310c67, plan f8d30fe937cf67d0).
 # Once you edit this file, autopar overwrites it only with --force.
 
 import sys
@@ -47,7 +47,7 @@ from torch.optim import Optimizer
 from autopar.runtime.checkpointing import Keeper
 from autopar.runtime.data import Weighed, read_batches, read_dataset
 from autopar.runtime.data_parallel import wrap
-from autopar.runtime.evaluation import Plainly, first_step_checked
+from autopar.runtime.evaluation import PlainModel, check_first_step
 from autopar.runtime.model import (
     ROWS,
     Crossing,
@@ -104,7 +104,7 @@ STEPS = 100  # --steps
 LEARNING_RATE = 0.0003  # of AdamW; --lr
 BETAS = (0.9, 0.95)  # of AdamW; --betas
 WEIGHT_DECAY = 0.1  # of AdamW, on matrices: norms and biases have none; --weight-decay
-WARMUP_STEPS = 2000  # steps up to LEARNING_RATE; at most a tenth of all; --warmup-steps
+WARMUP_STEPS = 2000  # steps in which the rate rises; at most a tenth of --steps; --warmup-steps
 FINAL_SHARE = 0.1  # the cosine ends at this share of LEARNING_RATE
 CLIP_NORM = 1.0  # largest norm of all gradients together; 0: no clipping; --clip
 SEED = 0  # of weights, order of the data and dropout; --seed
@@ -121,7 +121,7 @@ WORKERS = "auto"  # processes of a rank that read ahead: 2 for a GPU, 0 on CPUs;
 
 PIPELINE = 4  # pipeline-parallel ranks: each has some of the layers
 DATA = 2  # data-parallel ranks: each has its own rows of a batch
-TENSOR = 2  # tensor-parallel ranks: each has a part of every split layer
+TENSOR = 2  # tensor-parallel ranks: each has a part of what is split
 MICROBATCH = 1  # rows of a microbatch on each data rank
 MICROBATCHES = 16  # per step; gradients are accumulated over them
 ZERO = 3  # each data rank has a part of the parameters, gradients and optimizer states
@@ -130,7 +130,7 @@ STAGES_PER_RANK = 1  # stages on each rank; the layers of a stage are consecutiv
 GLOBAL_BATCH = MICROBATCH * MICROBATCHES * DATA  # 32 rows per step
 TOKENS_PER_STEP = GLOBAL_BATCH * 8192  # 8,192 tokens per row
 PREDICTED = ("h100-sxm", 1.017, 0.3991)  # device, seconds per step, MFU
-MODEL_FILES = ("llama.py", "sizes.py", "token_data.py")  # the code that was planned
+MODEL_FILES = ("llama.py", "sizes.py", "token_data.py")  # whose code was planned
 MODEL_DIGEST = "20c2535ae7ba3105"  # of this code
 
 # ---------------------------------------------------------- the classes that the plan changes
@@ -235,7 +235,7 @@ REPLICATED = (
     "norm.weight",
 )
 LAYERS = ("embed_tokens", *expand("layers.*", range(12)), "norm", "lm_head")
-COMPILED = (*expand("layers.*", range(12)), "lm_head")
+COMPILED = (*expand("layers.*", range(12)), "lm_head")  # what torch.compile takes
 STAGES = (
     StagePart(FirstStage, ("embed_tokens", *expand("layers.*", range(3))), crossing),
     StagePart(
@@ -278,7 +278,7 @@ def train_step(
     model: Pipeline, optimizer: Optimizer, microbatches: Sequence[Weighed], mesh: Mesh, clip: float
 ) -> tuple[Tensor, Tensor]:
     """Take one step over this rank's microbatches; return its part of the loss, and the norm."""
-    loss = model.step(*zip(*microbatches, strict=True))  # all batches, all scales
+    loss = model.step(*zip(*microbatches, strict=True))  # step(batches, scales)
     sum_replicated(model.parts, REPLICATED, mesh.tensor)
     norm = clip_by_global_norm(model.parts, clip, mesh, split=SPLITS)
     optimizer.step()
@@ -318,8 +318,8 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
         optimizer, steps=options.steps, warmup=options.warmup_steps, final=FINAL_SHARE
     )
     if options.check_first_step and keeper.step == 0:
-        plainly = Plainly(new_model, new_batch)  # the model on one device
-        data = first_step_checked(data, model.losses_of, model.parts, plainly, options, mesh)
+        plain = PlainModel(new_model, new_batch)  # the model on one device
+        data = check_first_step(data, model.losses_of, model.parts, plain, options, mesh)
     seed_all(options.seed, mesh)
     keeper.restore(model.parts, optimizer, recipe, scheduler=scheduler)
     losses = []

@@ -25,7 +25,7 @@ Memory of the fullest device: 5.299 GiB of 68.8 GiB (8%)
 Why this plan: none of the 12 arrangements is faster; compute + optimizer takes 78% of the step.
 The next best, dp 8, no sharding, takes 15.86 ms (+1.7%): +410.6 us optimizer.
 """
-# Written by autopar 0.2.0 (checksum 5016fb89739a2c2c, plan b43f8c61f73ef1a3).
+# Written by autopar 0.2.0 (checksum a42452c22cce9e1d, plan b43f8c61f73ef1a3).
 # Once you edit this file, autopar overwrites it only with --force.
 
 import sys
@@ -41,7 +41,7 @@ from torch.optim import Optimizer
 from autopar.runtime.checkpointing import Keeper
 from autopar.runtime.data import Batch, Weighed, in_float32, read_batches, read_dataset, scale_loss
 from autopar.runtime.data_parallel import wrap
-from autopar.runtime.evaluation import Plainly, first_step_checked, one_by_one
+from autopar.runtime.evaluation import PlainModel, check_first_step, one_by_one
 from autopar.runtime.model import compile_layers, expand
 from autopar.runtime.optimizer import build_optimizer, build_scheduler, clip_by_global_norm
 from autopar.runtime.ranks import (
@@ -94,10 +94,10 @@ ZERO = 1  # each data rank has a part of the optimizer states
 GLOBAL_BATCH = MICROBATCH * MICROBATCHES * DATA  # 512 rows per step
 PREDICTED = ("h100-sxm", 0.01559, 0.1009)  # device, seconds per step, MFU
 IMAGES = ("images",)  # inputs in channels_last order, in which a GPU convolves them
-MODEL_FILES = ("image_data.py", "resnet.py", "sizes.py")  # the code that was planned
+MODEL_FILES = ("image_data.py", "resnet.py", "sizes.py")  # whose code was planned
 MODEL_DIGEST = "28733290967f22f2"  # of this code
 
-COMPILED = ("stem.1", *expand("blocks.*", range(16)), "fc")
+COMPILED = ("stem.1", *expand("blocks.*", range(16)), "fc")  # what torch.compile takes
 
 # -------------------------------------------------------------------------------- the model
 
@@ -165,9 +165,9 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
     optimizer = build_optimizer([model], new_optimizer, zero=ZERO, mesh=mesh, lr=options.lr)
     scheduler = build_scheduler(new_scheduler, optimizer, steps=options.steps, mesh=mesh)
     if options.check_first_step and keeper.step == 0:
-        plainly = Plainly(new_model, new_batch, new_loss)  # the model on one device
-        data = first_step_checked(
-            data, one_by_one(partial(loss_of, model)), [model], plainly, options, mesh
+        plain = PlainModel(new_model, new_batch, new_loss)  # the model on one device
+        data = check_first_step(
+            data, one_by_one(partial(loss_of, model)), [model], plain, options, mesh
         )
     seed_all(options.seed, mesh)
     keeper.restore([model], optimizer, recipe, scheduler=scheduler)

@@ -25,7 +25,7 @@ Memory of the fullest device: 11 GiB of 68.8 GiB (16%)
 
 Why this plan: none of the 20 arrangements is faster; compute + optimizer takes 76% of the step.
 """
-# Written by autopar 0.2.0 (checksum 9afd6ae5dad363ed, plan 4cecdd5d0b274774).
+# Written by autopar 0.2.0 (checksum faf40aa93f5b82aa, plan 4cecdd5d0b274774).
 # Once you edit this file, autopar overwrites it only with --force.
 
 import sys
@@ -42,7 +42,7 @@ from torch.optim import Optimizer
 from autopar.runtime.checkpointing import Keeper
 from autopar.runtime.data import Weighed, read_batches, read_dataset
 from autopar.runtime.data_parallel import wrap
-from autopar.runtime.evaluation import Plainly, first_step_checked
+from autopar.runtime.evaluation import PlainModel, check_first_step
 from autopar.runtime.model import ROWS, Crossing, StagePart, compile_layers, expand
 from autopar.runtime.optimizer import adamw, build_optimizer, clip_by_global_norm, warmup_cosine
 from autopar.runtime.pipeline import Pipeline, Stage, Tie, build_schedule, stage_at, stage_indices
@@ -76,7 +76,7 @@ STEPS = 100  # --steps
 LEARNING_RATE = 0.0003  # of AdamW; --lr
 BETAS = (0.9, 0.95)  # of AdamW; --betas
 WEIGHT_DECAY = 0.1  # of AdamW, on matrices: norms and biases have none; --weight-decay
-WARMUP_STEPS = 2000  # steps up to LEARNING_RATE; at most a tenth of all; --warmup-steps
+WARMUP_STEPS = 2000  # steps in which the rate rises; at most a tenth of --steps; --warmup-steps
 FINAL_SHARE = 0.1  # the cosine ends at this share of LEARNING_RATE
 CLIP_NORM = 1.0  # largest norm of all gradients together; 0: no clipping; --clip
 SEED = 0  # of weights, order of the data and dropout; --seed
@@ -99,7 +99,7 @@ STAGES_PER_RANK = 1  # stages on each rank; the layers of a stage are consecutiv
 GLOBAL_BATCH = MICROBATCH * MICROBATCHES  # 32 rows per step
 TOKENS_PER_STEP = GLOBAL_BATCH * 512  # 512 tokens per row
 PREDICTED = ("h100-sxm", 0.04292, 0.1629)  # device, seconds per step, MFU
-MODEL_FILES = ("sizes.py", "span_data.py", "t5.py", "token_data.py")  # the code that was planned
+MODEL_FILES = ("sizes.py", "span_data.py", "t5.py", "token_data.py")  # whose code was planned
 MODEL_DIGEST = "fac5c0a56db00bce"  # of this code
 
 # ---------------------------------------------------------- the classes that the plan changes
@@ -136,6 +136,7 @@ def crossing(batch: Mapping[str, Tensor]) -> tuple[Crossing, ...]:
     )
 
 
+# what torch.compile takes
 COMPILED = (*expand("encoder.*", range(12)), *expand("decoder.*", range(12)))
 STAGES = (
     StagePart(FirstStage, ("shared", "encoder", "encoder_norm"), crossing),
@@ -172,7 +173,7 @@ def train_step(
     model: Pipeline, optimizer: Optimizer, microbatches: Sequence[Weighed], mesh: Mesh, clip: float
 ) -> tuple[Tensor, Tensor]:
     """Take one step over this rank's microbatches; return its part of the loss, and the norm."""
-    loss = model.step(*zip(*microbatches, strict=True))  # all batches, all scales
+    loss = model.step(*zip(*microbatches, strict=True))  # step(batches, scales)
     model.tied.sum_gradients()
     norm = clip_by_global_norm(model.parts, clip, mesh, tied=model.tied.not_owned)
     optimizer.step()
@@ -212,8 +213,8 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
         optimizer, steps=options.steps, warmup=options.warmup_steps, final=FINAL_SHARE
     )
     if options.check_first_step and keeper.step == 0:
-        plainly = Plainly(new_model, new_batch)  # the model on one device
-        data = first_step_checked(data, model.losses_of, model.parts, plainly, options, mesh)
+        plain = PlainModel(new_model, new_batch)  # the model on one device
+        data = check_first_step(data, model.losses_of, model.parts, plain, options, mesh)
     seed_all(options.seed, mesh)  # each pipeline rank has its own dropout masks
     keeper.restore(model.parts, optimizer, recipe, scheduler=scheduler)
     losses = []
