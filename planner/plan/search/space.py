@@ -384,14 +384,15 @@ def sharding(point: Arrangement, choices: Choices) -> Iterator[tuple[Zero, int]]
 def _replicas(point: Arrangement, choices: Choices) -> Iterator[tuple[Zero, int]]:
     """Yield ZeRO levels with the data ranks of a replica: those of a node, or a single one.
 
-    A level that divides nothing is left out, unless it is demanded.
+    If a level is demanded that divides something, a replica may also be a part of a node.
     """
-    degrees = {1, choices.node_devices // point.tensor}
-    for degree in sorted({choices.shard} if choices.shard else degrees, reverse=True):
-        divides = degree > 1 or len(choices.zero_levels) == 1
+    inside, levels = choices.node_devices // point.tensor, choices.zero_levels
+    must_divide = all(one.divides_optimizer for one in levels)
+    degrees = divisors(inside) if must_divide and inside else (1, inside)
+    for degree in sorted({choices.shard} if choices.shard else set(degrees), reverse=True):
         if 0 < degree < point.data and point.data % degree == 0:
-            levels = (one for one in choices.zero_levels if divides or not one.divides_optimizer)
-            yield from ((zero, degree) for zero in levels)
+            own = (one for one in levels if degree > 1 or not one.divides_optimizer)
+            yield from ((zero, degree) for zero in own)
 
 
 def _fetches_layers(point: Arrangement, zero: Zero, choices: Choices) -> bool:

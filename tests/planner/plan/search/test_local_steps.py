@@ -17,7 +17,7 @@ from autopar.planner.costs.collectives.choice import collective_seconds
 from autopar.planner.costs.prediction import Arrangement, Offload, Prediction, Zero
 from autopar.planner.costs.steps.state import loses_unkept
 from autopar.planner.costs.steps.step import predict
-from autopar.planner.errors import AutoparError, InputError
+from autopar.planner.errors import AutoparError, InfeasibleError, InputError
 from autopar.planner.graph.ops import Buffer
 from autopar.planner.plan.declared.constraints import local_steps
 from autopar.planner.plan.declared.limits import with_local_steps
@@ -176,6 +176,18 @@ def test_demanded_local_steps_are_taken_everywhere() -> None:
     assert any("not the training of one device" in note for note in meaning_notes(plan))
 
 
+def test_demanded_sharding_shards_in_replicas_of_a_part_of_a_node() -> None:
+    one_node = choose_cluster(4, "a100-80gb-sxm")
+    plan = planned(GPT2, one_node, choices__sync_every=8, pins__zero=3, global_batch=8)
+    assert plan.arrangement.zero is Zero.PARAMETERS
+    assert 1 < plan.arrangement.shard < plan.arrangement.data
+    with pytest.raises(InfeasibleError, match="no plan satisfies"):  # no replica has two devices
+        planned(
+            GPT2, choose_cluster(2, "a100-80gb-sxm"), choices__sync_every=8, pins__zero=3,
+            global_batch=8,
+        )  # fmt: skip
+
+
 def test_lossy_gradients_are_told_with_what_small_models_have_learnt() -> None:
     plan = found(FAST, choices__compressed_gradients="powersgd", pins__dp=4)
     (note,) = [one for one in meaning_notes(plan) if "gradients" in one]
@@ -218,7 +230,7 @@ def test_demanded_parts_are_printed_and_told() -> None:
     plan = found(SLOW, choices__sync_every=100, choices__outer_parts=4)
     assert plan.arrangement.outer_parts == 4
     assert "100 local steps (nesterov, 4 parts)" in arrangement_words(plan.arrangement)
-    delay = f"a part of 4 at a time, each sent during {plan.prediction.outer_delay} local step"
+    delay = f"4 parts have outer steps in turn, each sent during {plan.prediction.outer_delay}"
     assert any(delay in note for note in meaning_notes(plan))
     whole = found(SLOW, choices__sync_every=100).prediction.step_seconds
     assert plan.prediction.step_seconds < whole
