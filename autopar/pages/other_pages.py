@@ -275,7 +275,7 @@ def _net_table(found: MeasuredFile) -> Table:
 
 
 def _left_out_table(left_out: Sequence[UnmeasuredOp]) -> Table:
-    table = plain_table("not measured: formulas price these", "op", "reason", "shapes", left=2)
+    table = plain_table("not measured: formulas price these", "op", "reason", "cases", left=2)
     reasons = Counter((one.probe.key.target, one.reason) for one in left_out)
     for (target, reason), count in reasons.most_common():
         table.add_row(target.removeprefix("aten."), reason, str(count))

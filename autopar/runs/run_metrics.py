@@ -164,7 +164,7 @@ def _is_there(path: Path) -> bool:
 def _fault(line: object) -> str:
     """Return the fault of a line, or ""."""
     if not isinstance(line, dict):
-        return "no object"
+        return "not a JSON object"
     kind: type[_Record] = StepRecord
     if "event" in line:
         kind = _KINDS.get(str(line["event"]), EventRecord)

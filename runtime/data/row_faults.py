@@ -111,11 +111,13 @@ def fault_of_dataset(dataset: Any, maker: str) -> Fault | None:
             "return its dataset; its collate_fn is what build_collate() of the model file returns",
         )
     if isinstance(dataset, Mapping) or not (is_stream(dataset) or hasattr(dataset, "__getitem__")):
-        return Fault(f"{name} gives no row for a number", "give it __getitem__, or return a part")
+        return Fault(
+            f"{name} gives no row for a number", "give it __getitem__, or return one of its parts"
+        )
     if is_stream(dataset):
         return None
     if not isinstance(dataset, Sized):
-        return Fault(f"{name} has no length", "give it __len__, or __iter__: ranks take rows")
+        return Fault(f"{name} has no length", "give it __len__, or __iter__ for a stream")
     return _fault_of_length(dataset, maker)
 
 

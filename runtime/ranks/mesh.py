@@ -312,7 +312,7 @@ def _check_world(started: int, needed: int) -> None:
         command = known_place().launcher.start.replace("COUNT", str(needed))
         refuse(
             f"this plan needs {needed} processes, and {started} started",
-            fix=f"{command} {sys.argv[0]} (on several nodes: their sum)",
+            fix=f"{command} {sys.argv[0]} (on several nodes: all together)",
         )
 
 

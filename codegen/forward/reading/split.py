@@ -274,7 +274,7 @@ def _op_layouts(
     if not fits:
         raise InputError(
             f"the plan has layouts for {len(layouts)} kinds of layers",
-            expected=f"those of the {len(layers.classes)} kinds that the model has",
+            expected=f"layouts for each op of the model's {len(layers.classes)} kinds",
             fix="plan again: the model has changed",
         )
     slots, chosen = find_slots(graph, axes, layers), tuple(map(tuple, layouts))

@@ -240,7 +240,7 @@ def _runs() -> Iterator[tuple[str, Case]]:
         ('{"time": 1.0, "step": 3, "seconds": -1.0}', "seconds: Input should be greater than 0"),
         ('{"time": 1.0, "event": "profiled", "step": 3}', "ranks: Field required"),
         ('{"time": 1.0, "event": "kept"}', "seconds: Field required"),
-        ("[1]", "no object"),
+        ("[1]", "not a JSON object"),
     ):
         analyzed = "explain plan.json --analyze m.jsonl"
         lines = {"m.jsonl": f"{STEP}\n{line}\n{CUT}"}
