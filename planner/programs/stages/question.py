@@ -215,11 +215,12 @@ def within_host(
     flying = max(in_flight(arrangement.schedule, pipeline_shape(arrangement)))
     for mode in (None, *(one for one in Recompute if one.is_on_host)):
         allowed = tuple((own - {mode}) or own for own in allowed)
-        saved = sum(
+        sizes = [
             max((modes[one].host_saved_bytes for one in own if one.is_on_host), default=0)
             for own, modes in zip(allowed, rows, strict=True)
-        )
-        if not saved or held + saved * flying <= limit_bytes * arrangement.pipeline:
+        ]
+        staying = next(filter(None, reversed(sizes)), 0)  # of the last of them, on the device
+        if held + sum(sizes) * flying - staying <= limit_bytes * arrangement.pipeline:
             break
     return allowed
 
