@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Unpack
 
 from autopar.codegen.script.render import FILE_NAME as SCRIPT_NAME
 from autopar.codegen.script.render import refuse_overwriting
-from autopar.options import MachineOptions
+from autopar.options import MachineOptions, request_of
 from autopar.planner.costs.prediction import Arrangement, Prediction
 from autopar.planner.errors import AutoparError, InputError
 from autopar.planner.files import (
@@ -34,7 +34,7 @@ from autopar.planner.plan.plan import StoredPlan
 from autopar.planner.plan.telling.explanation import Explanation, explain
 from autopar.planner.plan.telling.words import arrangement_words
 from autopar.planner.plan.traced import with_model
-from autopar.planning import make_plans, request_of, script_of, traced_plan
+from autopar.planning import make_plans, script_of, traced_plan
 
 if TYPE_CHECKING:
     from autopar.codegen.proof.comparison import TrainingComparison

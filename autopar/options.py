@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import wraps
 from inspect import Parameter, signature
 from math import inf
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -29,6 +29,9 @@ from autopar.planner.plan.declared.settings import (
     keys_of,
     option_of,
 )
+
+if TYPE_CHECKING:
+    from autopar.planning import Request
 
 MOST = 2**31  # the largest integer that an option accepts
 _MOST_SECONDS = 1e9
@@ -289,3 +292,41 @@ def _parameter(keyword: str) -> Parameter:
     option = typer.Option(option_of(keyword), metavar=row.metavar, help=text)
     annotation = Annotated[str | None, option]
     return Parameter(keyword, Parameter.POSITIONAL_OR_KEYWORD, default=None, annotation=annotation)
+
+
+def request_of(
+    model: str,
+    *,
+    arguments: Sequence[str],
+    machines: MachineOptions,
+    pins: Sequence[str],
+    demands: Mapping[str, object],
+    constraints: Path | None,
+    time_limit_seconds: float | None,
+    profile: Path | None,
+    uses_cache: bool = True,
+) -> Request:
+    """Check options and return them as a request; `demands` are as in `DemandOptions`."""
+    # not needed by --help and completion
+    from autopar.notes import note_profile
+    from autopar.planner.plan.declared.file import gathered_constraints
+    from autopar.planner.plan.declared.limits import check_work
+    from autopar.planner.profile.measured import read_measurements
+    from autopar.planning import Request
+
+    declared = gathered_constraints(pins, demands, constraints)
+    check_work(declared)
+    clusters = clusters_of(machines)
+    measured = read_measurements(profile) if profile else None
+    if measured is not None:
+        note_profile(measured, clusters[-1], declared.precision)
+        clusters = tuple(map(measured.on, clusters))
+    return Request(
+        model=model,
+        arguments=tuple(arguments),
+        clusters=clusters,
+        constraints=declared,
+        time_limit_seconds=time_limit_seconds,
+        measured=measured,
+        uses_cache=uses_cache,
+    )

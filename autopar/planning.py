@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,8 +15,7 @@ from typing import TYPE_CHECKING
 from pydantic import TypeAdapter
 
 from autopar.console import print_note, progress, status_line
-from autopar.notes import note_found, note_profile, note_traced
-from autopar.options import MachineOptions, clusters_of
+from autopar.notes import note_found, note_traced
 from autopar.planner.axes.infer import infer_axes
 from autopar.planner.cluster.cluster import Cluster
 from autopar.planner.costs.prediction import Compile
@@ -24,8 +24,7 @@ from autopar.planner.files import refuse_replacing
 from autopar.planner.model.functions import DATA_READS
 from autopar.planner.model.model_file import load_model_file, model_path, split_spec
 from autopar.planner.plan.declared.constraints import Constraints, without_recompute
-from autopar.planner.plan.declared.file import gathered_constraints
-from autopar.planner.plan.declared.limits import check_work, rows_at_once
+from autopar.planner.plan.declared.limits import rows_at_once
 from autopar.planner.plan.files.cache import (
     NO_CACHE,
     Cache,
@@ -56,7 +55,7 @@ from autopar.planner.plan.traced import (
     with_spec,
 )
 from autopar.planner.precision import Precision
-from autopar.planner.profile.measured import MeasuredFile, read_measurements
+from autopar.planner.profile.measured import MeasuredFile
 
 # Modules that need torch are imported in functions: planning a cached model needs no torch.
 if TYPE_CHECKING:
@@ -158,37 +157,6 @@ class Request:
     uses_cache: bool = True
 
 
-def request_of(
-    model: str,
-    *,
-    arguments: Sequence[str],
-    machines: MachineOptions,
-    pins: Sequence[str],
-    demands: Mapping[str, object],
-    constraints: Path | None,
-    time_limit_seconds: float | None,
-    profile: Path | None,
-    uses_cache: bool = True,
-) -> Request:
-    """Check options and return them as a request; `demands` are as in `DemandOptions`."""
-    declared = gathered_constraints(pins, demands, constraints)
-    check_work(declared)
-    clusters = clusters_of(machines)
-    measured = read_measurements(profile) if profile else None
-    if measured is not None:
-        note_profile(measured, clusters[-1], declared.precision)
-        clusters = tuple(map(measured.on, clusters))
-    return Request(
-        model=model,
-        arguments=tuple(arguments),
-        clusters=clusters,
-        constraints=declared,
-        time_limit_seconds=time_limit_seconds,
-        measured=measured,
-        uses_cache=uses_cache,
-    )
-
-
 def make_plan(
     spec: str,
     arguments: Sequence[str],
@@ -215,11 +183,12 @@ def make_plans(
     *,
     looks_at_fewer: bool = True,
     on_search: Callable[[], None] = lambda: None,
+    on_found: Callable[[Plan], None] = lambda _: None,
 ) -> Planned:
     """Trace a model once, find its best plan on each cluster, and choose one of them.
 
     Impossible requests are rejected as early as possible. `on_search` is called before a search,
-    but not if the cache has its result.
+    and `on_found` with its plan, but not if the cache has its result.
     """
     demands = PlanDemands(
         clusters=request.clusters,
@@ -235,7 +204,9 @@ def make_plans(
         training = training_of(traced, demands)
         note_traced(traced, training, request.clusters[-1])
         cache = cache_of(request.uses_cache)
-        found = plan_training(training, demands, report, cache=cache, on_search=on_search)
+        found = plan_training(
+            training, demands, report, cache=cache, on_search=on_search, on_found=on_found
+        )
     note_found(found.plan, training)
     return found
 
@@ -309,8 +280,8 @@ def scripted(
     """
     try:
         with closing(_ScriptProcess(request, destination)) as process:
-            found = plans(request, on_search=process.start)
-            process.write(found.plan)
+            found = plans(request, on_search=process.start, on_found=process.write)
+            process.wait()
         made = script_of(found.plan, destination, uses_cache=request.uses_cache)
     except ChangedModelError as changed:
         if not request.uses_cache:
@@ -333,45 +304,57 @@ def scripted(
 class _ScriptProcess:
     """A process that prepares the script while this process searches for a plan.
 
-    If this process has no torch, the other one imports torch and builds the model, and writes the
-    script into the cache when it gets the plan. If it fails, nothing is in the cache; the script is
-    written by this process, which raises the error.
+    If the cache has the model, so that this process needs no torch, the other one imports torch at
+    once. When a search begins, it builds the model, and writes the script into the cache when it
+    gets the plan. If it fails, nothing is in the cache; the script is written by this process,
+    which raises the error.
     """
 
     def __init__(self, request: Request, destination: Path) -> None:
-        self._request, self._place = request, destination
-        self._writing: Popen[bytes] | None = None
+        self._asked, self._model = _asked(request), request.model
+        self._cache = cache_of(request.uses_cache)
         self._tracing: BaseProcess | None = None
-
-    def start(self) -> None:
-        """Start the process, if there is a cache."""
-        asked, model = _asked(self._request), self._request.model
-        if not self._request.uses_cache:
-            return
-        if "torch" in sys.modules:
-            from autopar.codegen.subject import lengths_process
-
-            self._tracing = lengths_process(asked, model, cache_of(uses_cache=True))
+        self._writing: Popen[bytes] | None = None
+        if "torch" in sys.modules or not self._asked.is_kept(self._cache):
             return
         code = f"import sys; sys.path[:] = {sys.path!r}; import autopar.__main__, {__name__} as p; "
         code += "autopar.__main__.collect_rarely(); p.write_script()"
-        given = (str(self._place), model, TypeAdapter(Question).dump_json(asked).decode())
+        asked = TypeAdapter(Question).dump_json(self._asked).decode()
+        command = [sys.executable, "-c", code, str(destination), self._model, asked]
         with suppress(OSError):
-            self._writing = Popen(
-                [sys.executable, "-c", code, *given], stdin=PIPE, stdout=DEVNULL, stderr=DEVNULL
-            )
+            self._writing = Popen(command, stdin=PIPE, stdout=DEVNULL, stderr=DEVNULL)
+
+    def start(self) -> None:
+        """Tell the process that a search begins; one that traces is started here."""
+        if "torch" in sys.modules and self._cache.folder is not None:
+            from autopar.codegen.subject import lengths_process
+
+            self.close()
+            self._tracing = lengths_process(self._asked, self._model, self._cache)
+        self._send("the search begins")
 
     def write(self, plan: Plan) -> None:
-        """Give a plan to the process, if it writes scripts, and wait for its end."""
+        """Give a plan to the process, if it writes scripts."""
+        self._send(plan_text(plan))
+
+    def wait(self) -> None:
+        """Wait until the process has written the script, if it got a plan."""
         if self._writing is not None:
             with progress("writing the script"):
-                self._writing.communicate(plan_text(plan).encode())
+                self._writing.communicate()
+
+    def _send(self, text: str) -> None:
+        if self._writing is not None and self._writing.stdin is not None:
+            with suppress(OSError):  # it has failed
+                self._writing.stdin.write(f"{json.dumps(text)}\n".encode())
+                self._writing.stdin.flush()
 
     def close(self) -> None:
         """End the process."""
         if self._writing is not None:
             self._writing.kill()
             self._writing.communicate()
+            self._writing = None
         if self._tracing is not None:
             self._tracing.kill()
             self._tracing.join()
@@ -380,7 +363,7 @@ class _ScriptProcess:
 def write_script() -> None:
     """Run the process of `_ScriptProcess`: build the model, read a plan, write its script.
 
-    The plan comes on stdin when the search has ended; none comes if the search fails.
+    A line comes on stdin when a search begins, and one with its plan when it has ended.
     """
     destination, model, asked = sys.argv[1:]
     question = TypeAdapter(Question).validate_json(asked)
@@ -388,12 +371,14 @@ def write_script() -> None:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # for the model file, if it reads stdin
         from autopar.codegen.emit import BuiltModel
 
+        if not given.readline():
+            return
         known = question.find(cache_of(uses_cache=True))
         graph = None if known is None else known.graph
         built = BuiltModel.of(load_model_file(model, question.arguments), graph)
         owners()  # needed to keep the script: found while the search goes on
-        if text := given.read():
-            plan: StoredPlan = parse_plan(text, where="stdin")
+        if line := given.readline():
+            plan: StoredPlan = parse_plan(json.loads(line), where="stdin")
             if known is not None and fits(plan, known):
                 plan = with_graph(plan, known.graph)
             script_of(plan, Path(destination), built=built)

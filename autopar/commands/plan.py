@@ -67,9 +67,9 @@ def plan(
     from autopar.codegen.script.render import refuse_overwriting, write_text
     from autopar.planner.model.model_file import model_path
     from autopar.planner.plan.files.document import FILE_NAME, refuse_foreign, write_plan
-    from autopar.planning import request_of, scripted
+    from autopar.planning import scripted
 
-    request = request_of(
+    request = options.request_of(
         model,
         arguments=arg or (),
         machines=MachineOptions(gpus=gpus, device=device, nodes=nodes, cluster=cluster),

@@ -245,6 +245,7 @@ def _names() -> Mapping[str, str]:
     return MappingProxyType(names)
 
 
+@cache
 def _tables(file: str, section: str) -> tuple[tuple[str, Mapping[str, object]], ...]:
     source = resources.files("autopar.planner.cluster").joinpath(file)
     found = tomllib.loads(source.read_text(encoding="utf-8"))[section]

@@ -112,12 +112,14 @@ def plan_training(
     *,
     cache: Cache = NO_CACHE,
     on_search: Callable[[], None] = lambda: None,
+    on_found: Callable[[Plan], None] = lambda _: None,
     workers: int | None = None,
 ) -> Planned:
     """Find the best plan on each cluster, and choose one of them; the cache keeps the answer.
 
-    `on_search` is called if the cache does not have it. `workers` are other processes that find
-    prices ahead of the search, by default one for each idle core; they change nothing but its time.
+    If the cache does not have it, `on_search` is called, and `on_found` before the answer is kept.
+    `workers` are other processes that find prices ahead of the search, by default one for each idle
+    core; they change nothing but its time.
     """
     question = _search_question(training, demands)
     known = cache.find(CachedSearch, question)
@@ -127,6 +129,7 @@ def plan_training(
         prices = Prices(recall=lambda kind, key: cache.find(kind, _prices_key(training, key)))
         helping = idle_cores() if workers is None else workers
         found = _searched(training, demands, report, prices, helping)
+        on_found(found.plan)
         if _is_final(found, demands):
             cache.keep(_cached(found), question)
         cache.keep_all((one, _prices_key(training, key)) for key, one in prices.grown())

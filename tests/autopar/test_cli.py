@@ -23,7 +23,7 @@ def test_an_interrupted_command_says_so_and_leaves_with_its_code(
     def pressed(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("autopar.planning.request_of", pressed)
+    monkeypatch.setattr("autopar.options.request_of", pressed)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["autopar", "plan", "model.py", "--gpus", "2", "-o", "o"])
     with pytest.raises(SystemExit) as leaving:

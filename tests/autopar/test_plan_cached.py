@@ -231,8 +231,8 @@ def test_a_plan_from_the_cache_needs_no_torch_until_its_script_is_written() -> N
     planned = in_a_new_process("-m", "autopar", *PLAN, "-o", "out")
     assert planned.returncode == 0, planned.stderr
     code = (
-        "import sys; from autopar.options import MachineOptions; "
-        "from autopar.planning import make_plans, request_of; "
+        "import sys; from autopar.options import MachineOptions, request_of; "
+        "from autopar.planning import make_plans; "
         "machines = MachineOptions(gpus='4', device='b200'); "
         "request = request_of('model.py', arguments=(), machines=machines, pins=['tp=2'], "
         "demands={}, constraints=None, time_limit_seconds=None, profile=None); "

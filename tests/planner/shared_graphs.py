@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from autopar.codegen.subject import lengths_found
 from autopar.planner.graph.graph import Graph
-from autopar.planner.plan.files.cache import NO_CACHE, Cache, CachedLengths, lengths_found
+from autopar.planner.plan.files.cache import NO_CACHE, Cache, CachedLengths
 from autopar.planner.plan.files.graph import graph_document
 
 

@@ -29,7 +29,6 @@ from autopar import planner
 from autopar.planner.errors import InputError
 from autopar.planner.files import read_given, write_whole
 from autopar.planner.findings.traits import OptimizerTraits
-from autopar.planner.graph.graph import Graph
 from autopar.planner.model.functions import DATA_READS, sources, state_of
 from autopar.planner.plan.files.graph import GraphDocument, graph_document, graph_of
 from autopar.planner.plan.plan import Model
@@ -252,6 +251,11 @@ class Question:
     rows: int | None  # of a microbatch, for a model that accepts only one number
     compiles: bool  # whether torch.compile was tried on the layers
 
+    def is_kept(self, cache: Cache) -> bool:
+        """Whether a cache has an entry of the traced model, perhaps an outdated one."""
+        folder = cache.folder
+        return bool(folder) and any(cache.place(CachedModel, one).exists() for one in self._asked())
+
     def find(self, cache: Cache) -> TracedModel | None:
         """Return the traced model from a cache; None if it is not there."""
         for asked in self._asked():
@@ -286,15 +290,6 @@ def _traced(found: CachedModel) -> TracedModel | None:
         return TracedModel(
             model=found.model, graph=graph, optimizer=found.optimizer, notes=notes, is_recalled=True
         )
-    return None
-
-
-def lengths_found(cache: Cache, key: object) -> tuple[Graph | None] | None:
-    """Return the graph with rows of other lengths, in a tuple; None if the cache has no entry."""
-    found = cache.find(CachedLengths, key)
-    with suppress(ValueError, RecursionError):
-        if found is not None:
-            return (None if found.graph is None else graph_of(found.graph),)
     return None
 
 

@@ -61,6 +61,7 @@ from autopar.planner.plan.search.points import (
     SearchPoint,
     Variant,
     families,
+    rough_complexity,
     simplicity,
 )
 from autopar.planner.plan.search.simpler import (
@@ -217,7 +218,9 @@ class Explorer:
             outcome.found,
             (*outcome.waiting, *self._left_out),
             self.expand,
-            Simplicity(of_leaf=complexity_of, below=self._complexity_below),
+            Simplicity(
+                of_leaf=complexity_of, below=self._complexity_below, roughly=rough_complexity
+            ),
             within=fastest.value * (1 + self._known.tolerance),
             is_late=is_late,
         )

@@ -81,10 +81,14 @@ class BestByComplexity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simplicity(Generic[Item, Leaf]):
-    """The functions that return the complexity of a leaf, and the least complexity below a node."""
+    """The functions that return the complexity of a leaf, and the least complexity below a node.
+
+    `roughly` is a lower bound of `below` that is found at once: `below` may solve layouts.
+    """
 
     of_leaf: Callable[[Leaf], Complexity]
     below: Callable[[Item], Complexity]
+    roughly: Callable[[Item], Complexity]
 
 
 def simplest_leaf(
@@ -99,7 +103,8 @@ def simplest_leaf(
     """Return the simplest leaf with a value up to `within`; of equally simple ones, the least.
 
     Of nodes and leaves, the one with the best possible simplicity is taken first. So the first leaf
-    taken is the answer, and nodes that cannot be simpler are never expanded. If time is up, the
+    taken is the answer, and nodes that cannot be simpler are never expanded. The complexity below a
+    node is asked for when the node would be taken by its rough complexity. If time is up, the
     simplest leaf found is returned.
     """
     numbers = count()
@@ -108,20 +113,23 @@ def simplest_leaf(
         one: SearchNode[Item] | FoundLeaf[Leaf], parent_bound: float
     ) -> Iterator[_Entry[Item, Leaf]]:
         value = one.value if isinstance(one, FoundLeaf) else max(one.bound, parent_bound)
-        if value > within:  # asked first, because a complexity may need solved layouts
+        if value > within:
             return
-        of_leaf, below = simplicity.of_leaf, simplicity.below
-        of = of_leaf(one.leaf) if isinstance(one, FoundLeaf) else below(one.item)
+        of_leaf, roughly = simplicity.of_leaf, simplicity.roughly
+        of = of_leaf(one.leaf) if isinstance(one, FoundLeaf) else roughly(one.item)
         yield of, value, one.rank, next(numbers), one
 
     firsts: tuple[SearchNode[Item] | FoundLeaf[Leaf], ...] = (*found, *waiting)
     queue = [one for first in firsts for one in entry(first, 0.0)]
     heapq.heapify(queue)
     while queue:
-        _, bound, _, _, top = heapq.heappop(queue)
+        of, bound, rank, number, top = heapq.heappop(queue)
         if isinstance(top, FoundLeaf):
             return top
-        if not is_late():
+        below = of if is_late() else simplicity.below(top.item)
+        if below > of:
+            heapq.heappush(queue, (below, bound, rank, number, top))
+        elif not is_late():
             children = (one for one in expand(top.item) if not isinstance(one, Unproved))
             for one in (pushed for child in children for pushed in entry(child, bound)):
                 heapq.heappush(queue, one)

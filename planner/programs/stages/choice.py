@@ -344,8 +344,8 @@ def _along_paths(chooser: Chooser) -> StageAnswer:
         if needed <= longest:
             break
         longest = needed if chooser.aim < math.inf else min(needed, 2 * longest)
-    if bounds is None or bounds.seconds == math.inf:
-        return chooser.answer(math.inf)
+    if bounds is None or bounds.seconds == math.inf:  # longer stages may fit, but take too long
+        return chooser.answer(chooser.top if longest < count - stages + 1 else math.inf)
     if bounds.seconds >= chooser.aim:
         return chooser.answer(chooser.top)
     if not chooser.effort.most_columns:

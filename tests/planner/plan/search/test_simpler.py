@@ -120,17 +120,23 @@ def test_arrangements_are_ordered_by_kinds_printed_classes_and_sharding() -> Non
     assert len(set(order)) == len(order)
 
 
-def test_no_layouts_are_solved_to_tell_how_simple_a_plan_beyond_the_tolerance_is() -> None:
+def test_no_layouts_are_solved_for_plans_beyond_the_tolerance_or_surely_less_simple() -> None:
     leaf = FoundLeaf(value=1.0, rank=(), leaf="fast")
     far = SearchNode(bound=1.1, rank=(), item="slow")
+    hard = SearchNode(bound=1.0, rank=(), item="complex")
     asked: list[str] = []
 
     def below(item: str) -> Complexity:
         asked.append(item)
         return (0,)
 
-    simplicity: Simplicity[str, str] = Simplicity(of_leaf=lambda _: (1,), below=below)
-    assert simplest_leaf([leaf], [far], lambda _: [], simplicity, within=1.05) is leaf
+    def roughly(item: str) -> Complexity:
+        return (2,) if item == "complex" else (0,)
+
+    simplicity: Simplicity[str, str] = Simplicity(
+        of_leaf=lambda _: (1,), below=below, roughly=roughly
+    )
+    assert simplest_leaf([leaf], [far, hard], lambda _: [], simplicity, within=1.05) is leaf
     assert not asked
     simplest_leaf([leaf], [far], lambda _: [], simplicity, within=1.2)
     assert asked == ["slow"]
@@ -150,9 +156,9 @@ leaves = st.tuples(st.tuples(st.integers(0, 3), st.integers(0, 2)), st.integers(
 groups = st.lists(st.lists(leaves, min_size=1, max_size=4), min_size=1, max_size=6)
 
 
-@given(groups, st.sampled_from([0.0, 0.1, 0.5, 2.0]))
+@given(groups, st.sampled_from([0.0, 0.1, 0.5, 2.0]), st.integers(0, 2))
 def test_the_simplest_leaf_is_found_whatever_was_left_waiting(
-    parents: list[list[Leaf]], tolerance: float
+    parents: list[list[Leaf]], tolerance: float, too_simple: int
 ) -> None:
     def node(group: list[Leaf]) -> SearchNode[tuple[Leaf, ...]]:
         bound = min(value for _, value in group) - 3.0
@@ -163,12 +169,15 @@ def test_the_simplest_leaf_is_found_whatever_was_left_waiting(
 
     outcome = best_first(map(node, parents), expand)
     within = outcome.found[0].value * (1 + tolerance)
-    found = simplest_leaf(
-        outcome.found,
-        outcome.waiting,
-        expand,
-        Simplicity(of_leaf=lambda leaf: leaf[0], below=lambda item: min(one[0] for one in item)),
-        within=within,
+
+    def below(item: tuple[Leaf, ...]) -> Complexity:
+        return min(one[0] for one in item)
+
+    simplicity: Simplicity[tuple[Leaf, ...], Leaf] = Simplicity(
+        of_leaf=lambda leaf: leaf[0],
+        below=below,
+        roughly=lambda item: (below(item)[0] - too_simple, 0),
     )
+    found = simplest_leaf(outcome.found, outcome.waiting, expand, simplicity, within=within)
     every_leaf = [one for group in parents for one in group if one[1] <= within]
     assert found.leaf == min(every_leaf)

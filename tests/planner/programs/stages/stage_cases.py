@@ -165,6 +165,19 @@ def whole_case(seed: int, *, zero: Zero, layers: int, room: float) -> StageCase:
     return _case(random, arrangement, layers, room)
 
 
+def uneven_case(seed: int, *, room: float) -> StageCase:
+    """Return a case of four ranks without recomputation: the first have room for few layers."""
+    random = Random(seed)
+    arrangement = replace(
+        ARRANGEMENT, pipeline=4, microbatches=4, schedule=ScheduleKind.ONE_F_ONE_B,
+        bucket_bytes=2_000_000,
+    )  # fmt: skip
+    case = _case(random, arrangement, 9, room)
+    row = {id(one): dict.fromkeys(MODES, one[Recompute.NONE]) for one in case.question.rows[0]}
+    rows = (tuple(row[id(one)] for one in case.question.rows[0]),) * 4
+    return replace(case, question=replace(case.question, rows=rows))
+
+
 def _zero(random: Random, kind: ScheduleKind, data: int) -> Zero:
     if data == 1:
         return Zero.NONE

@@ -38,6 +38,7 @@ from tests.planner.programs.stages.stage_cases import (
     on_host,
     prices,
     random_case,
+    uneven_case,
     whole_case,
 )
 
@@ -229,6 +230,19 @@ def test_what_is_beaten_already_is_not_found(seed: int) -> None:
     case, truth = pipeline_case(kind, 0.9, 1), truth_of(kind, 0.9, 1).seconds
     answer = choose_stages(case.question, cutoff_seconds=truth * 0.98)
     assert truth * 0.98 / ROUNDING <= answer.bound_seconds <= truth * ROUNDING
+
+
+@pytest.mark.parametrize("seeds", [range(60)], ids=len)
+def test_stages_too_long_for_the_cutoff_may_be_the_only_ones_that_fit(seeds: range) -> None:
+    beaten = 0
+    for seed in seeds:
+        case = uneven_case(seed, room=(0.75, 0.95)[seed % 2])
+        truth = brute_force(case).seconds
+        for share in (0.88, 0.8, 0.7) if truth < math.inf else ():
+            answer = choose_stages(case.question, cutoff_seconds=truth * share, effort=QUICK)
+            assert answer.bound_seconds <= truth * ROUNDING
+            beaten += 1
+    assert beaten
 
 
 @pytest.mark.parametrize("kind", list(ScheduleKind))
