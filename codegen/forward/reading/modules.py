@@ -182,6 +182,7 @@ def modules_of(model: nn.Module) -> Modules:
     kinds = {type(module) for module in model.modules()}
     homes, sources = imported_classes(kinds), {kind: _source(kind) for kind in kinds}
     read = {kind: numbers_read(source) for kind, source in sources.items()}
+    remembering = {kind: remembers(source) for kind, source in sources.items()}
     one_per_file = {id(_names(module)): module for module in model.modules()}.values()
     functions = (one.__code__ for module in one_per_file for one in _plain_functions(module))
     mentioned = {name for one in functions for code in nested_code(one) for name in code.co_names}
@@ -204,7 +205,7 @@ def modules_of(model: nn.Module) -> Modules:
             ),
             trains=module.training,
             is_importable=_is_importable(kind),
-            remembers=remembers(sources[kind]),
+            remembers=remembering[kind],
             **facts[key],
         )
     return found
