@@ -336,7 +336,12 @@ def _along_paths(chooser: Chooser) -> StageAnswer:
             return chooser.answer(min(divided.bound_seconds + chooser.once, chooser.top))
     longest = min(count - stages + 1, 1 + -(-4 * count // (3 * stages)))
     while True:
-        columns = chooser.columns.of_all(question.different_intervals(longest))
+        # in no cut do more layers lie before or behind a stage than the other stages may have
+        columns = chooser.columns.of_all(
+            (stage, first, stop)
+            for stage, first, stop in question.different_intervals(longest)
+            if first <= stage * longest and count - stop <= (stages - 1 - stage) * longest
+        )
         bounds = _whole_step_bounds(chooser, columns) if columns else None
         if bounds is not None and bounds.cut:
             chooser.improve(bounds.cut, most_moves=len(bounds.cut))
