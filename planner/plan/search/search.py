@@ -218,9 +218,7 @@ class Explorer:
             outcome.found,
             (*outcome.waiting, *self._left_out),
             self.expand,
-            Simplicity(
-                of_leaf=complexity_of, below=self._complexity_below, roughly=rough_complexity
-            ),
+            Simplicity(of_leaf=complexity_of, below=self._complexity_below, rough=rough_complexity),
             within=fastest.value * (1 + self._known.tolerance),
             is_late=is_late,
         )

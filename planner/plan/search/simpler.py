@@ -83,12 +83,12 @@ class BestByComplexity:
 class Simplicity(Generic[Item, Leaf]):
     """The functions that return the complexity of a leaf, and the least complexity below a node.
 
-    `roughly` is a lower bound of `below` that is found at once: `below` may solve layouts.
+    `rough` is a lower bound of `below` that is found at once: `below` may solve layouts.
     """
 
     of_leaf: Callable[[Leaf], Complexity]
     below: Callable[[Item], Complexity]
-    roughly: Callable[[Item], Complexity]
+    rough: Callable[[Item], Complexity]
 
 
 def simplest_leaf(
@@ -115,8 +115,8 @@ def simplest_leaf(
         value = one.value if isinstance(one, FoundLeaf) else max(one.bound, parent_bound)
         if value > within:
             return
-        of_leaf, roughly = simplicity.of_leaf, simplicity.roughly
-        of = of_leaf(one.leaf) if isinstance(one, FoundLeaf) else roughly(one.item)
+        of_leaf, rough = simplicity.of_leaf, simplicity.rough
+        of = of_leaf(one.leaf) if isinstance(one, FoundLeaf) else rough(one.item)
         yield of, value, one.rank, next(numbers), one
 
     firsts: tuple[SearchNode[Item] | FoundLeaf[Leaf], ...] = (*found, *waiting)

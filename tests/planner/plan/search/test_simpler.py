@@ -130,12 +130,10 @@ def test_no_layouts_are_solved_for_plans_beyond_the_tolerance_or_surely_less_sim
         asked.append(item)
         return (0,)
 
-    def roughly(item: str) -> Complexity:
+    def rough(item: str) -> Complexity:
         return (2,) if item == "complex" else (0,)
 
-    simplicity: Simplicity[str, str] = Simplicity(
-        of_leaf=lambda _: (1,), below=below, roughly=roughly
-    )
+    simplicity: Simplicity[str, str] = Simplicity(of_leaf=lambda _: (1,), below=below, rough=rough)
     assert simplest_leaf([leaf], [far, hard], lambda _: [], simplicity, within=1.05) is leaf
     assert not asked
     simplest_leaf([leaf], [far], lambda _: [], simplicity, within=1.2)
@@ -176,7 +174,7 @@ def test_the_simplest_leaf_is_found_whatever_was_left_waiting(
     simplicity: Simplicity[tuple[Leaf, ...], Leaf] = Simplicity(
         of_leaf=lambda leaf: leaf[0],
         below=below,
-        roughly=lambda item: (below(item)[0] - too_simple, 0),
+        rough=lambda item: (below(item)[0] - too_simple, 0),
     )
     found = simplest_leaf(outcome.found, outcome.waiting, expand, simplicity, within=within)
     every_leaf = [one for group in parents for one in group if one[1] <= within]
