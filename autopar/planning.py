@@ -304,10 +304,10 @@ def scripted(
 class _ScriptProcess:
     """A process that prepares the script while this process searches for a plan.
 
-    If the cache has the model, so that this process needs no torch, the other one imports torch at
-    once. When a search begins, it builds the model, and writes the script into the cache when it
-    gets the plan. If it fails, nothing is in the cache; the script is written by this process,
-    which raises the error.
+    If the cache has the model, so that this process needs no torch, the other one starts at once.
+    When a search begins, it imports torch and builds the model. It writes the script into the cache
+    when it gets the plan. If it fails, nothing is in the cache; the script is written by this
+    process, which raises the error.
     """
 
     def __init__(self, request: Request, destination: Path) -> None:
@@ -369,10 +369,10 @@ def write_script() -> None:
     question = TypeAdapter(Question).validate_json(asked)
     with os.fdopen(os.dup(0)) as given, DATA_READS.watched():
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # for the model file, if it reads stdin
-        from autopar.codegen.emit import BuiltModel
-
-        if not given.readline():
+        if not given.readline():  # the cache has the result of the search
             return
+        from autopar.codegen.emit import BuiltModel  # with torch
+
         known = question.find(cache_of(uses_cache=True))
         graph = None if known is None else known.graph
         built = BuiltModel.of(load_model_file(model, question.arguments), graph)
