@@ -19,13 +19,16 @@ from autopar.planner.costs.prediction import Zero
 from autopar.planner.errors import InputError
 from autopar.planner.findings.optimizer import optimizer_traits
 from autopar.planner.findings.traits import Reach
+from autopar.planner.graph.graph import Graph
 from autopar.planner.model.model_file import ModelFile, load_model_file
 from autopar.planner.plan.declared.limits import with_moments, with_optimizer
 from autopar.planner.precision import Precision
 from tests.planner.plan.searches import declared
 from tests.planner.subjects import ZOO, zoo_file, zoo_graph
 
-GRAPH = zoo_graph("gpt2.py")
+
+def gpt2() -> Graph:
+    return zoo_graph("gpt2.py")
 
 
 class Adapted(optim.SGD):
@@ -124,7 +127,7 @@ def by_place(parameters: list[nn.Parameter]) -> optim.Optimizer:
 def test_one_that_takes_sparse_gradients_alone_is_refused() -> None:
     file = replace(zoo_file("gpt2.py"), build_optimizer=optim.SparseAdam, build_scheduler=None)
     with pytest.raises(InputError, match="SparseAdam takes sparse gradients alone"):
-        optimizer_traits(file, GRAPH)
+        optimizer_traits(file, gpt2())
 
 
 @pytest.mark.parametrize(
@@ -148,7 +151,7 @@ def test_an_optimizer_is_known_by_what_changes_its_updates(
     make: Callable[[list[nn.Parameter]], Any], reach: Reach, groups_by_position: bool
 ) -> None:
     file = replace(zoo_file("gpt2.py"), build_optimizer=make, build_scheduler=None)
-    traits = optimizer_traits(file, GRAPH)
+    traits = optimizer_traits(file, gpt2())
     assert traits is not None
     assert (traits.reach, traits.groups_by_position) == (reach, groups_by_position)
 
@@ -167,7 +170,7 @@ def test_an_optimizer_that_draws_is_known_whatever_it_draws_from(
     make: Callable[[list[nn.Parameter]], Any], draws: bool
 ) -> None:
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()
-    traits = optimizer_traits(file_with(make), GRAPH)
+    traits = optimizer_traits(file_with(make), gpt2())
     assert traits is not None
     assert traits.draws is draws
     assert torch.equal(torch.get_rng_state(), states[0])
@@ -209,7 +212,7 @@ class Slow(optim.SGD):
 def test_copies_of_parameters_beside_the_state_are_found_and_not_sharded(
     make: Callable[[list[nn.Parameter]], Any], found: tuple[str, ...]
 ) -> None:
-    traits = optimizer_traits(file_with(make), GRAPH)
+    traits = optimizer_traits(file_with(make), gpt2())
     assert traits is not None
     assert traits.own_tensors == found
     levels = with_optimizer(declared(global_batch=8), traits).zero_levels
@@ -248,16 +251,16 @@ def test_what_is_no_optimizer_of_torch_is_refused_with_what_to_write(
     make: Callable[[list[nn.Parameter]], Any], lacks: str
 ) -> None:
     with pytest.raises(InputError) as told:
-        optimizer_traits(file_with(make), GRAPH)
+        optimizer_traits(file_with(make), gpt2())
     assert lacks in told.value.found
     assert "super().__init__(inner.param_groups, {})" in told.value.fix
 
 
 def test_the_optimizers_of_the_zoo_leave_every_plan() -> None:
     constraints = declared(global_batch=8)
-    traits = optimizer_traits(zoo_file("gpt2.py"), GRAPH)
+    traits = optimizer_traits(zoo_file("gpt2.py"), gpt2())
     assert with_optimizer(constraints, traits) is constraints
-    assert with_moments(GRAPH, traits) == GRAPH
+    assert with_moments(gpt2(), traits) == gpt2()
 
 
 @pytest.mark.parametrize(
@@ -271,7 +274,7 @@ def test_the_optimizers_of_the_zoo_leave_every_plan() -> None:
 def test_a_plan_holds_what_the_optimizer_needs(
     make: Callable[[list[nn.Parameter]], Any], limits: tuple[int | None, int | None, Any]
 ) -> None:
-    traits = optimizer_traits(file_with(make), GRAPH)
+    traits = optimizer_traits(file_with(make), gpt2())
     found = with_optimizer(declared(global_batch=8), traits)
     assert (found.max_tensor, found.max_pipeline, found.zero_levels) == limits
 
@@ -287,16 +290,16 @@ def test_a_plan_holds_what_the_optimizer_needs(
 def test_a_plan_has_room_for_what_the_optimizer_keeps(
     make: Callable[[list[nn.Parameter]], Any], moments: float
 ) -> None:
-    graph = with_moments(GRAPH, optimizer_traits(file_with(make), GRAPH))
+    graph = with_moments(gpt2(), optimizer_traits(file_with(make), gpt2()))
     assert {one.moments for one in graph.parameters} == {moments}
-    plain, found = (state_of(one.parameters, Precision.BF16) for one in (GRAPH, graph))
+    plain, found = (state_of(one.parameters, Precision.BF16) for one in (gpt2(), graph))
     assert found.optimizer_bytes == plain.optimizer_bytes * (1 + moments) / 3
     assert found.gradient_bytes == plain.gradient_bytes
 
 
 def test_one_that_wants_the_loss_again_is_refused() -> None:
     with pytest.raises(InputError, match=r"LBFGS\.step cannot be called without arguments"):
-        optimizer_traits(file_with(optim.LBFGS), GRAPH)
+        optimizer_traits(file_with(optim.LBFGS), gpt2())
 
 
 @pytest.mark.parametrize(
@@ -305,15 +308,15 @@ def test_one_that_wants_the_loss_again_is_refused() -> None:
 def test_a_scheduler_that_wants_a_measure_is_refused(file: ModelFile) -> None:
     file = replace(file, build_scheduler=lr_scheduler.ReduceLROnPlateau)
     with pytest.raises(InputError, match=r"ReduceLROnPlateau\.step cannot be called"):
-        optimizer_traits(file, GRAPH)
+        optimizer_traits(file, gpt2())
 
 
 def test_one_that_returns_nothing_is_refused() -> None:
     with pytest.raises(InputError, match=r"build_optimizer returns a NoneType, which has no step"):
-        optimizer_traits(file_with(lambda _: None), GRAPH)
+        optimizer_traits(file_with(lambda _: None), gpt2())
     file = replace(file_with(optim.AdamW), build_scheduler=lambda _: None)
     with pytest.raises(InputError, match=r"build_scheduler returns a NoneType"):
-        optimizer_traits(file, GRAPH)
+        optimizer_traits(file, gpt2())
 
 
 def test_one_that_fails_with_any_parameters_is_refused(tmp_path: Path) -> None:
@@ -324,7 +327,7 @@ def test_one_that_fails_with_any_parameters_is_refused(tmp_path: Path) -> None:
         "    return torch.optim.AdamW(params.parameters())\n"
     )
     with pytest.raises(InputError, match="'list' object has no attribute 'parameters'"):
-        optimizer_traits(load_model_file(str(path)), GRAPH)
+        optimizer_traits(load_model_file(str(path)), gpt2())
 
 
 def test_one_that_reads_what_a_model_hangs_on_its_parameters_is_left_to_the_script(
@@ -336,7 +339,7 @@ def test_one_that_reads_what_a_model_hangs_on_its_parameters_is_left_to_the_scri
         f"{source}\n\ndef build_optimizer(params):\n"
         "    return torch.optim.AdamW([p for p in params if p.decays])\n"
     )
-    assert optimizer_traits(load_model_file(str(path)), GRAPH) is None
+    assert optimizer_traits(load_model_file(str(path)), gpt2()) is None
 
 
 def test_one_that_cannot_be_tried_here_is_left_to_the_script() -> None:
@@ -344,7 +347,7 @@ def test_one_that_cannot_be_tried_here_is_left_to_the_script() -> None:
         def step(self, *_: Any) -> Any:
             raise RuntimeError("wants a GPU")
 
-    assert optimizer_traits(file_with(lambda own: Elsewhere(own, lr=0.1)), GRAPH) is None
+    assert optimizer_traits(file_with(lambda own: Elsewhere(own, lr=0.1)), gpt2()) is None
 
 
 def without_decay_of_norms(named_parameters: list[tuple[str, nn.Parameter]]) -> optim.Optimizer:
@@ -367,7 +370,7 @@ def by_modules(model: nn.Module) -> optim.Optimizer:
 @pytest.mark.parametrize("make", [without_decay_of_norms, by_modules])
 def test_groups_by_names_or_modules_are_no_groups_by_place(make: Callable[..., Any]) -> None:
     file = replace(zoo_file("gpt2.py"), build_optimizer=make, build_scheduler=None)
-    traits = optimizer_traits(file, GRAPH)
+    traits = optimizer_traits(file, gpt2())
     assert traits is not None
     assert (traits.reach, traits.groups_by_position) == (Reach.NUMBER, False)
     assert set(traits.moments) == {2.0}
@@ -384,6 +387,6 @@ def a_rate_for_each_half(optimizer: optim.Optimizer) -> optim.lr_scheduler.LRSch
 def test_groups_that_a_scheduler_alone_tells_apart_are_groups() -> None:
     for schedule, by_places in ((None, False), (a_rate_for_each_half, True)):
         file = replace(zoo_file("gpt2.py"), build_optimizer=in_halves, build_scheduler=schedule)
-        traits = optimizer_traits(file, GRAPH)
+        traits = optimizer_traits(file, gpt2())
         assert traits is not None
         assert traits.groups_by_position is by_places

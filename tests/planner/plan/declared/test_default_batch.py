@@ -6,10 +6,8 @@ import pytest
 
 from autopar.planner.cluster.file import choose_cluster
 from autopar.planner.plan.declared.limits import default_batch, with_batch
-from tests.planner.plan.plans import parts_of
 from tests.planner.plan.searches import declared
-
-GRAPH = parts_of("gpt2.py", "size=124m")[0]  # 1,024 tokens a row
+from tests.planner.subjects import zoo_graph
 
 
 @pytest.mark.parametrize(
@@ -43,7 +41,8 @@ def test_the_default_batch_shares_most_factors_with_the_devices(devices: int) ->
 
 
 def rows_of(**pins: object) -> int | None:
-    return with_batch(declared(**pins), choose_cluster(16, "a100-80gb-sxm"), GRAPH).global_batch
+    graph = zoo_graph("gpt2.py", "size=124m")  # 1,024 tokens a row
+    return with_batch(declared(**pins), choose_cluster(16, "a100-80gb-sxm"), graph).global_batch
 
 
 @pytest.mark.parametrize(
