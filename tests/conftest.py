@@ -6,6 +6,7 @@ import gc
 import os
 import sys
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 import pytest
@@ -14,12 +15,15 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
 
+from autopar.codegen import subject
+from autopar.planner.graph.graph import Graph
 from autopar.planner.model.functions import DATA_READS
 from autopar.planner.plan.files import cache
 from autopar.planner.plan.files.cache import PLACE
 from autopar.planner.plan.search import ahead
 from tests.cells import ALL
 from tests.planner.shared_graphs import SHARED
+from tests.planner.subjects import ZOO
 from tests.runtime.processes import FREEZE, freeze_for_good
 from tests.warm_python import warm_python
 
@@ -59,6 +63,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Give each process one thread: several for so small tensors would wait for each other."""
     settings.load_profile(ALL if config.getoption("--all-cells") else "half")
     os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start
+    # else each rank that compiles would start a pool of processes with torch
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     os.environ[PLACE] = ""  # each test traces its models itself
     # else each entry would name all files of tests as sources of its model
     vars(cache).update(_OURS=(*cache._OURS, "tests"))
@@ -104,6 +110,18 @@ def _workers_share_graphs(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Have each zoo model traced by one worker only: a folder of this run has the graphs."""
     if "PYTEST_XDIST_WORKER" in os.environ:
         SHARED.store = cache.Cache(tmp_path_factory.getbasetemp().parent / "graphs")
+    vars(subject).update(_traced_on_other_lengths=lru_cache(maxsize=None)(_shared_lengths))
+
+
+_LENGTHS = subject._traced_on_other_lengths.__wrapped__
+
+
+def _shared_lengths(model: Any) -> Graph | None:
+    """Trace a zoo model on rows of other lengths once in this run."""
+    if model.path.parent != ZOO or model.cache != cache.NO_CACHE:
+        return _LENGTHS(model)
+    key = ("other lengths", model.facts, model.precision, model.fixed_batch)
+    return SHARED.graph(key, lambda: _LENGTHS(model))
 
 
 @pytest.fixture(autouse=True)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar, cast
 
 from autopar.codegen.subject import lengths_found
 from autopar.planner.graph.graph import Graph
 from autopar.planner.plan.files.cache import NO_CACHE, Cache, CachedLengths
 from autopar.planner.plan.files.graph import graph_document
+
+Found = TypeVar("Found", bound=Graph | None)
 
 
 @dataclass(slots=True)
@@ -17,12 +20,14 @@ class SharedGraphs:
 
     store: Cache = NO_CACHE
 
-    def graph(self, key: object, trace: Callable[[], Graph]) -> Graph:
+    def graph(self, key: object, trace: Callable[[], Found]) -> Found:
         """Return the graph of a key, which must name all that it depends on; trace it once."""
-        (graph,) = lengths_found(self.store, key) or (None,)
-        if graph is None:
-            graph = trace()
-            self.store.keep(CachedLengths(graph=graph_document(graph)), key)
+        known = lengths_found(self.store, key)
+        if known is not None:
+            return cast(Found, known[0])
+        graph = trace()
+        kept = CachedLengths(graph=None if graph is None else graph_document(graph))
+        self.store.keep(kept, key)
         return graph
 
 

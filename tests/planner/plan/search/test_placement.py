@@ -127,10 +127,8 @@ def test_no_other_place_of_the_nodes_is_better(case: Case, pipeline: int | None)
     graph, axes, layers = parts_of(*TINY_GPT2)
     subject = SearchSubject(graph=graph, axes=axes, layers=layers)
     orders = {replace(case, nodes=nodes).cluster() for nodes in permutations(case.nodes)}
-    best = min(
-        _seconds(Explorer(subject, case.cluster(), declared(*pins, **places)), one)
-        for one in orders
-    )
+    explorer = Explorer(subject, case.cluster(), declared(*pins, **places))
+    best = min(_seconds(explorer, one) for one in orders)
     plan = planned(TINY_GPT2, case.cluster(), *pins, **places)
     assert plan.prediction.step_seconds == pytest.approx(best, rel=1e-9)
 
