@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from autopar.codegen.emit import write_script
 from autopar.planner.plan.files.document import write_plan
 from tests.autopar.commands import Autopar
@@ -15,6 +17,7 @@ from tests.planner.subjects import ZOO
 GIVEN = ("--model", str(ZOO / "gpt2.py"), "--plain")
 
 
+@pytest.mark.usefixtures("forked_python")
 def test_the_loop_runs_without_autopar_and_is_never_written_over(
     autopar: Autopar, tmp_path: Path
 ) -> None:

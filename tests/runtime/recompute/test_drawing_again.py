@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from autopar.runtime.recompute.running_again import MATMULS, recompute
 from tests.runtime.recompute import drawing_on_a_device
 from tests.runtime.recompute.drawing_on_a_device import CALLS, MODES, called
+from tests.warm_python import warm_python
 
 
 class KeptDraw(nn.Module):
@@ -75,12 +76,13 @@ def test_what_is_drawn_behind_a_kept_op_that_draws_stays_the_same(mode: Any) -> 
 @cache
 def states() -> dict[str, dict[str, list[list[Any]]]]:
     """Return from which states each op draws on a pretended device, by mode and call."""
-    done = subprocess.run(
-        [sys.executable, "-m", drawing_on_a_device.__name__],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    with warm_python():
+        done = subprocess.run(
+            [sys.executable, "-m", drawing_on_a_device.__name__],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
     assert done.returncode == 0, done.stderr
     found: dict[str, dict[str, list[list[Any]]]] = json.loads(done.stdout.splitlines()[-1])
     return found
