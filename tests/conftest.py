@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterator
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +24,6 @@ from autopar.planner.plan.files.cache import PLACE
 from autopar.planner.plan.search import ahead
 from tests.cells import ALL
 from tests.planner.shared_graphs import SHARED
-from tests.planner.subjects import ZOO
 from tests.runtime.processes import FREEZE, freeze_for_good
 from tests.warm_python import warm_python
 
@@ -63,8 +63,6 @@ def pytest_configure(config: pytest.Config) -> None:
     """Give each process one thread: several for so small tensors would wait for each other."""
     settings.load_profile(ALL if config.getoption("--all-cells") else "half")
     os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start
-    # else each rank that compiles would start a pool of processes with torch
-    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     os.environ[PLACE] = ""  # each test traces its models itself
     # else each entry would name all files of tests as sources of its model
     vars(cache).update(_OURS=(*cache._OURS, "tests"))
@@ -113,12 +111,13 @@ def _workers_share_graphs(tmp_path_factory: pytest.TempPathFactory) -> None:
     vars(subject).update(_traced_on_other_lengths=lru_cache(maxsize=None)(_shared_lengths))
 
 
+_ZOO = Path(__file__).parents[1] / "models_zoo"
 _LENGTHS = subject._traced_on_other_lengths.__wrapped__
 
 
 def _shared_lengths(model: Any) -> Graph | None:
     """Trace a zoo model on rows of other lengths once in this run."""
-    if model.path.parent != ZOO or model.cache != cache.NO_CACHE:
+    if model.path.parent != _ZOO or model.cache != cache.NO_CACHE:
         return _LENGTHS(model)
     key = ("other lengths", model.facts, model.precision, model.fixed_batch)
     return SHARED.graph(key, lambda: _LENGTHS(model))

@@ -19,6 +19,7 @@ def printed(ran: Ran) -> str:
 
 
 PAIRS = str(ZOO.parent / "tests/field/models/pairs.py")
+pytestmark = pytest.mark.usefixtures("traced_once")
 ON_TWO = ("--gpus", "2", "--global-batch", "8", "--device", "h100")
 
 
