@@ -380,10 +380,8 @@ def outer_settings(plan: Plan) -> Iterator[ScriptSetting]:
     """Yield the settings of the outer steps that follow local steps, if there are any."""
     arranged = plan.arrangement
     if arranged.is_local:
-        yield ScriptSetting(
-            "OUTER_RATE", literal(arranged.outer.rate), "learning rate of outer steps"
-        )
-        momentum = "Nesterov's, of outer steps; 0: none"
+        yield ScriptSetting("OUTER_RATE", literal(arranged.outer.rate), "of the outer optimizer")
+        momentum = "Nesterov's, of the outer optimizer; 0: none"
         yield ScriptSetting("OUTER_MOMENTUM", literal(arranged.outer.momentum), momentum)
     if arranged.outer_parts > 1:
         turns = "the model has so many parts; in SYNC_EVERY steps each has one outer step"

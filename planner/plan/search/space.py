@@ -391,8 +391,7 @@ def _replicas(point: Arrangement, choices: Choices) -> Iterator[tuple[Zero, int]
     degrees = divisors(inside) if must_divide and inside else (1, inside)
     for degree in sorted({choices.shard} if choices.shard else set(degrees), reverse=True):
         if 0 < degree < point.data and point.data % degree == 0:
-            own = (one for one in levels if degree > 1 or not one.divides_optimizer)
-            yield from ((zero, degree) for zero in own)
+            yield from ((one, degree) for one in levels if degree > 1 or not one.divides_optimizer)
 
 
 def _fetches_layers(point: Arrangement, zero: Zero, choices: Choices) -> bool:
