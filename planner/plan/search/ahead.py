@@ -33,13 +33,13 @@ _PATIENCE_SECONDS = 60.0  # then the search finds the prices itself
 
 
 def idle_cores() -> int:
-    """Return the number of cores that this process may use, besides its own.
+    """Return the cores that are left beside the search and the process that prepares its script.
 
     It is 0 in a daemon, which may not start processes, and where a process that has imported torch
     must not be forked: everywhere but on Linux.
     """
     may_fork = sys.platform == "linux" and not current_process().daemon
-    return usable_cores() - 1 if may_fork else 0
+    return max(0, usable_cores() - 2) if may_fork else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

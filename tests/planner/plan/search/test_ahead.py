@@ -101,6 +101,9 @@ def test_no_worker_starts_where_all_prices_are_known(monkeypatch: pytest.MonkeyP
     plan_with(3, Prices(recall=lambda _, key: stored.get(key)))
 
 
-def test_a_daemon_starts_no_worker() -> None:
+def test_the_process_that_prepares_the_script_has_a_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    for cores, idle in ((1, 0), (2, 0), (4, 2)):
+        monkeypatch.setattr(ahead, "usable_cores", lambda cores=cores: cores)
+        assert ahead.idle_cores() == idle
     with get_context("fork").Pool(1) as pool:
-        assert pool.apply(ahead.idle_cores) == 0
+        assert pool.apply(ahead.idle_cores) == 0  # a daemon
