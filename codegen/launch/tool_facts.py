@@ -18,6 +18,8 @@ from autopar.planner.precision import Precision
 
 _NUMBERED = re.compile(r"(?P<list>(?:.*\.)?)(?P<number>\d+)")
 _PLAIN = str.maketrans({"·": "+", "×": "x"})  # comments of scripts are ASCII
+# what other tools compute again of blocks that the plan saves on the host
+_ON_DEVICE = {Recompute.HOST: Recompute.NONE, Recompute.FULL_HOST: Recompute.FULL}
 _SEQUENCE = "seq"  # the name of the axis along a row's positions
 
 
@@ -60,6 +62,7 @@ class ToolFacts:
     stages: tuple[BlockStage, ...]
     between: tuple[str, ...]  # layers between two blocks, where tools have none
     modes_outside: tuple[tuple[str, Recompute], ...]  # of layers outside the blocks
+    saves_on_host: bool  # whether blocks do, which the modes here do not say
     whole_weights: tuple[str, ...]
     crossing: tuple[str, ...]  # the split axes of activations between blocks; "" for whole ones
     known: tuple[RunnerUp, ...]  # other plans, whose step times are known
@@ -119,6 +122,7 @@ def facts_of_layers(plan: Plan, axes: GraphAxes, layers: Layers) -> ToolFacts:
         stages=tuple(_stages(plan, numbers, calls)),
         between=tuple(calls[place] for place in outside if first < place < last),
         modes_outside=tuple((calls[place], modes[place]) for place in outside),
+        saves_on_host=any(modes[place].is_on_host for place in blocks),
         whole_weights=tuple(_whole_weights(plan)),
         crossing=tuple(axes.names.get(one.axis, "") for one in _between_blocks(plan, layers)),
         known=(*plan.runners_up, *([plan.fastest] if plan.fastest else [])),
@@ -153,7 +157,7 @@ def _stages(
         outside = [place for place in places if numbers[place] is None]
         yield BlockStage(
             blocks=tuple(number for number, _ in own),
-            modes=tuple(mode for _, mode in own),
+            modes=tuple(_ON_DEVICE.get(mode, mode) for _, mode in own),
             before=tuple(calls[place] for place in outside if place < first_block),
             after=tuple(calls[place] for place in outside if place > first_block),
         )

@@ -105,7 +105,7 @@ def _notes(tool: Tool, facts: ToolFacts, mode: Recompute) -> Iterator[str]:
     if chosen.compile is not Compile.NONE and not tool.compiles:
         yield f"the plan compiles layers; {tool.name} has no setting for torch.compile"
     on_host = ["steps the optimizer"] * chosen.offload.has_states
-    on_host += ["saves tensors of layers"] * any(own.is_on_host for own in facts.modes)
+    on_host += ["saves tensors of layers"] * facts.saves_on_host
     for what in on_host:
         yield f"the plan {what} on the host; no setting of {tool.name} here says so"
     if len(set(chosen.rows)) > 1:

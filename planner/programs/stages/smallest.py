@@ -16,6 +16,7 @@ from autopar.planner.programs.stages.program import MemoryProgram
 from autopar.planner.programs.stages.question import Cut, StageQuestion
 
 _MOST_NODES = 2_000  # of the program
+_MOST_EXACT = 8  # mixes of a stage whose memory is computed exactly
 
 
 def smallest_stages(question: StageQuestion) -> PricedCut | None:
@@ -60,17 +61,23 @@ class _Lightest:
         key = question.kinds[stage], stage == 0, moments.key, content
         if key not in self._known:
             if question.arrangement.is_one_pass:
-                mixes, place = lightest_mix(question, question.kinds[stage], content), 0
+                mixes, near = lightest_mix(question, question.kinds[stage], content), [0]
             else:
                 mixes = self.columns.offers.mixes(stage, content)
                 flying = np.where(mixes.again, moments.unanswered.max(), moments.forwarded.max())
-                place = int(np.argmin(mixes.saved * flying + mixes.work))
-            offer = self.columns.offers.exact(stage, content, mixes.modes(place, content))
-            memory = memory_of(
-                [offer.price.load], moments, question.arrangement, question.constants
-            )
-            self._known[key] = memory.device_bytes, offer
+                near = np.argsort(mixes.saved * flying + mixes.work, kind="stable").tolist()
+            every = [
+                self.columns.offers.exact(stage, content, mixes.modes(place, content))
+                for place in near[:_MOST_EXACT]
+            ]
+            needed = [self._bytes(offer, rank) for offer in every]
+            self._known[key] = min(needed), every[needed.index(min(needed))]
         return self._known[key]
+
+    def _bytes(self, offer: Offer, rank: int) -> int:
+        question, moments = self.question, self.question.moments[rank]
+        loads = [offer.price.load]
+        return memory_of(loads, moments, question.arrangement, question.constants).device_bytes
 
     def least_maximum(self, longest: int) -> tuple[float, Cut]:
         """Return the least bytes of the fullest stage, and its cut, among cuts without long stages.

@@ -30,7 +30,7 @@ from tests.codegen.launch.test_quoting import HOSTILE
 from tests.planner.plan.plans import arrangement, parts_of, small_plan, split_plan, whole_layouts
 
 BLOCKS = 6
-NONE, SELECTIVE, FULL, CHUNKED, HOST = Recompute
+NONE, SELECTIVE, FULL, CHUNKED, HOST, FULL_HOST = Recompute
 OPTIONS = Path(__file__).parent / "megatron_options.txt"
 SETTINGS = Path(__file__).parent / "tool_settings.txt"
 
@@ -501,6 +501,9 @@ def test_other_differences_are_told() -> None:
     there = notes("megatron", llama(modes={2: HOST}))
     assert "saves tensors of layers on the host" in there
     assert "recomputes" not in there
+    again = notes("megatron", llama(modes=dict.fromkeys(range(1, 7), FULL_HOST)))
+    assert "saves tensors of layers on the host" in again
+    assert "recomputes" not in again  # all blocks in full, as Megatron can
     assert notes("megatron", plans()["data"]) == notes("torchtitan", plans()["data"]) == ""
 
 
