@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -304,57 +303,54 @@ def scripted(
 class _ScriptProcess:
     """A process that prepares the script while this process searches for a plan.
 
-    If the cache has the model, so that this process needs no torch, the other one starts at once.
-    When a search begins, it imports torch and builds the model. It writes the script into the cache
-    when it gets the plan. If it fails, nothing is in the cache; the script is written by this
-    process, which raises the error.
+    If this process has no torch, the other one imports torch and builds the model, and writes the
+    script into the cache when it gets the plan. If it fails, nothing is in the cache; the script is
+    written by this process, which raises the error.
     """
 
     def __init__(self, request: Request, destination: Path) -> None:
-        self._asked, self._model = _asked(request), request.model
-        self._cache = cache_of(request.uses_cache)
-        self._tracing: BaseProcess | None = None
+        self._request, self._place = request, destination
         self._writing: Popen[bytes] | None = None
-        if "torch" in sys.modules or not self._asked.is_kept(self._cache):
+        self._tracing: BaseProcess | None = None
+
+    def start(self) -> None:
+        """Start the process, if there is a cache."""
+        asked, model = _asked(self._request), self._request.model
+        if not self._request.uses_cache:
+            return
+        if "torch" in sys.modules:
+            from autopar.codegen.subject import lengths_process
+
+            self._tracing = lengths_process(asked, model, cache_of(uses_cache=True))
             return
         code = f"import sys; sys.path[:] = {sys.path!r}; import autopar.__main__, {__name__} as p; "
         code += "autopar.__main__.collect_rarely(); p.write_script()"
-        asked = TypeAdapter(Question).dump_json(self._asked).decode()
-        command = [sys.executable, "-c", code, str(destination), self._model, asked]
+        given = (str(self._place), model, TypeAdapter(Question).dump_json(asked).decode())
         with suppress(OSError):
-            self._writing = Popen(command, stdin=PIPE, stdout=DEVNULL, stderr=DEVNULL)
-
-    def start(self) -> None:
-        """Tell the process that a search begins; one that traces is started here."""
-        if "torch" in sys.modules and self._cache.folder is not None:
-            from autopar.codegen.subject import lengths_process
-
-            self.close()
-            self._tracing = lengths_process(self._asked, self._model, self._cache)
-        self._send("the search begins")
+            self._writing = Popen(
+                [sys.executable, "-c", code, *given], stdin=PIPE, stdout=DEVNULL, stderr=DEVNULL
+            )
 
     def write(self, plan: Plan) -> None:
         """Give a plan to the process, if it writes scripts."""
-        self._send(plan_text(plan))
+        if self._writing is not None and self._writing.stdin is not None:
+            with suppress(OSError):  # it has failed
+                self._writing.stdin.write(plan_text(plan).encode())
+                self._writing.stdin.close()
 
     def wait(self) -> None:
         """Wait until the process has written the script, if it got a plan."""
         if self._writing is not None:
             with progress("writing the script"):
-                self._writing.communicate()
-
-    def _send(self, text: str) -> None:
-        if self._writing is not None and self._writing.stdin is not None:
-            with suppress(OSError):  # it has failed
-                self._writing.stdin.write(f"{json.dumps(text)}\n".encode())
-                self._writing.stdin.flush()
+                self._writing.wait()
 
     def close(self) -> None:
         """End the process."""
         if self._writing is not None:
             self._writing.kill()
-            self._writing.communicate()
-            self._writing = None
+            self._writing.wait()
+            if self._writing.stdin is not None:
+                self._writing.stdin.close()
         if self._tracing is not None:
             self._tracing.kill()
             self._tracing.join()
@@ -363,22 +359,20 @@ class _ScriptProcess:
 def write_script() -> None:
     """Run the process of `_ScriptProcess`: build the model, read a plan, write its script.
 
-    A line comes on stdin when a search begins, and one with its plan when it has ended.
+    The plan comes on stdin when the search has ended; none comes if the search fails.
     """
     destination, model, asked = sys.argv[1:]
     question = TypeAdapter(Question).validate_json(asked)
     with os.fdopen(os.dup(0)) as given, DATA_READS.watched():
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # for the model file, if it reads stdin
-        if not given.readline():  # the cache has the result of the search
-            return
-        from autopar.codegen.emit import BuiltModel  # with torch
+        from autopar.codegen.emit import BuiltModel
 
         known = question.find(cache_of(uses_cache=True))
         graph = None if known is None else known.graph
         built = BuiltModel.of(load_model_file(model, question.arguments), graph)
         owners()  # needed to keep the script: found while the search goes on
-        if line := given.readline():
-            plan: StoredPlan = parse_plan(json.loads(line), where="stdin")
+        if text := given.read():
+            plan: StoredPlan = parse_plan(text, where="stdin")
             if known is not None and fits(plan, known):
                 plan = with_graph(plan, known.graph)
             script_of(plan, Path(destination), built=built)

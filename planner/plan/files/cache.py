@@ -251,11 +251,6 @@ class Question:
     rows: int | None  # of a microbatch, for a model that accepts only one number
     compiles: bool  # whether torch.compile was tried on the layers
 
-    def is_kept(self, cache: Cache) -> bool:
-        """Whether a cache has an entry of the traced model, perhaps an outdated one."""
-        folder = cache.folder
-        return bool(folder) and any(cache.place(CachedModel, one).exists() for one in self._asked())
-
     def find(self, cache: Cache) -> TracedModel | None:
         """Return the traced model from a cache; None if it is not there."""
         for asked in self._asked():
