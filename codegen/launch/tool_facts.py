@@ -18,8 +18,6 @@ from autopar.planner.precision import Precision
 
 _NUMBERED = re.compile(r"(?P<list>(?:.*\.)?)(?P<number>\d+)")
 _PLAIN = str.maketrans({"·": "+", "×": "x"})  # comments of scripts are ASCII
-# what other tools compute again of blocks that the plan saves on the host
-_ON_DEVICE = {Recompute.HOST: Recompute.NONE, Recompute.FULL_HOST: Recompute.FULL}
 _SEQUENCE = "seq"  # the name of the axis along a row's positions
 
 
@@ -157,7 +155,7 @@ def _stages(
         outside = [place for place in places if numbers[place] is None]
         yield BlockStage(
             blocks=tuple(number for number, _ in own),
-            modes=tuple(_ON_DEVICE.get(mode, mode) for _, mode in own),
+            modes=tuple(mode.on_device for _, mode in own),
             before=tuple(calls[place] for place in outside if place < first_block),
             after=tuple(calls[place] for place in outside if place > first_block),
         )

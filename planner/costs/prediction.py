@@ -62,6 +62,12 @@ class Recompute(StrEnum):
         return bool(self.tables)
 
     @property
+    def on_device(self) -> Recompute:
+        """The mode that keeps on the device what this one sends to the host."""
+        alike = (one for one in Recompute if one.runs_again == self.runs_again)
+        return next(one for one in alike if one.saved_ops is None) if self.is_on_host else self
+
+    @property
     def spares_device(self) -> bool:
         """Whether a layer keeps fewer tensors on the device until its backward."""
         return self.runs_again or self.is_on_host

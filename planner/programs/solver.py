@@ -47,6 +47,7 @@ _GROWING_OPTIONS = {
 }
 _NODES_OF_CBC = 100  # assumed for each program
 _PRIMAL, _DUAL = 4, 1  # values of HiGHS's option simplex_strategy
+_PROOFS = highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kObjectiveBound
 _HEURISTICS = ("feasibility_jump", "rins", "rens")
 _HIGHS_OPTIONS = {
     **{f"{name}_feasibility_tolerance": 1e-9 for name in ("mip", "primal", "dual")},
@@ -292,10 +293,7 @@ class WholeNumbers:
 
 
 class GrowingProgram:
-    """A program of columns ≥ 0 and rows over them, which minimises its first column.
-
-    Its factors should be near one.
-    """
+    """A program of columns ≥ 0 and rows, with factors near one, that minimises its first column."""
 
     def __init__(self) -> None:
         self._highs = highspy.Highs()
@@ -334,19 +332,21 @@ class GrowingProgram:
         Infinite if no values satisfy the rows; None at the limit of iterations. The first solve has
         no optimum to start from, so it uses the primal simplex, which is then twice as fast as the
         dual. Later solves start from the last optimum: the dual needs few iterations for new rows.
+        Where one gets lost in rounding, the other begins anew.
         """
         self._hand_over()
-        is_first = not len(self._values)
-        self._highs.setOptionValue("simplex_strategy", _PRIMAL if is_first else _DUAL)
         self._highs.setOptionValue("objective_bound", enough)
         self._highs.setOptionValue("solve_relaxation", True)
         self._highs.changeColBounds(self.least, 0.0, inf)
-        self._highs.run()
-        status = self._highs.getModelStatus()
-        if status == highspy.HighsModelStatus.kInfeasible:
-            return inf
-        if status == highspy.HighsModelStatus.kObjectiveBound:
-            return enough
+        for strategy in (_DUAL, _PRIMAL) if len(self._values) else (_PRIMAL, _DUAL):
+            self._highs.setOptionValue("simplex_strategy", strategy)
+            self._highs.run()
+            status = self._highs.getModelStatus()
+            if status != highspy.HighsModelStatus.kUnknown:
+                break
+            self._highs.clearSolver()
+        if status in _PROOFS:
+            return inf if status == _PROOFS[0] else enough
         if status != highspy.HighsModelStatus.kOptimal:
             return None
         self._values = np.array(self._highs.getSolution().col_value)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from math import inf
+from typing import Any
+
+import highspy
 import pytest
 
 from autopar.planner.programs.solver import GrowingProgram
@@ -23,3 +27,35 @@ def test_rows_that_contradict_each_other_have_no_optimum() -> None:
     one = program.column()
     program.add([(one, 1.0)], most=-1.0)
     assert program.solve() == float("inf")
+
+
+class LostOnce:
+    """HiGHS, whose first solve gets lost in rounding."""
+
+    def __init__(self, highs: Any) -> None:
+        self.highs, self.solves, self.cleared = highs, 0, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.highs, name)
+
+    def run(self) -> None:
+        self.solves += 1
+        self.highs.run()
+
+    def getModelStatus(self) -> Any:  # noqa: N802 (a name of HiGHS)
+        lost = highspy.HighsModelStatus.kUnknown
+        return lost if self.solves == 1 else self.highs.getModelStatus()
+
+    def clearSolver(self) -> None:  # noqa: N802
+        self.cleared += 1
+        self.highs.clearSolver()
+
+
+def test_the_other_simplex_begins_anew_where_one_gets_lost() -> None:
+    program = GrowingProgram()
+    highs = program._highs = LostOnce(program._highs)
+    column = program.column()
+    program.add([(program.least, 1.0), (column, -1.0)], most=inf, least=0.0)
+    program.add([(column, 1.0)], most=inf, least=3.0)
+    assert program.solve() == 3.0
+    assert (highs.solves, highs.cleared) == (2, 1)
