@@ -25,8 +25,8 @@ from autopar.planner.model.functions import DATA_READS
 from autopar.planner.model.model_file import ModelFile, load_model_file
 from autopar.planner.model.without_memory import without_memory
 from autopar.planner.plan.again import GraphParts, graph_parts
-from autopar.planner.plan.files.cache import NO_CACHE, Cache, CachedLengths, Question
-from autopar.planner.plan.files.graph import graph_document, graph_of
+from autopar.planner.plan.files.cache import NO_CACHE, Cache, CachedLengths, Question, lengths_found
+from autopar.planner.plan.files.graph import graph_document
 from autopar.planner.plan.plan import Model, Plan
 from autopar.planner.plan.traced import (
     ChangedModelError,
@@ -154,15 +154,6 @@ def _traced_on_other_lengths(model: _Traced) -> Graph | None:
     kept = CachedLengths(graph=None if other is None else graph_document(other))
     model.cache.keep(kept, question, model=model.path)
     return other
-
-
-def lengths_found(cache: Cache, key: object) -> tuple[Graph | None] | None:
-    """Return the graph with rows of other lengths, in a tuple; None if the cache has no entry."""
-    found = cache.find(CachedLengths, key)
-    with suppress(ValueError, RecursionError):
-        if found is not None:
-            return (None if found.graph is None else graph_of(found.graph),)
-    return None
 
 
 def lengths_process(question: Question, spec: str, cache: Cache) -> BaseProcess:

@@ -1,4 +1,4 @@
-"""Finds what this process was given: its place among the ranks, and memory of its machine.
+"""Finds what this process was given: its place among the ranks, memory and cores.
 
 Environment variables of its launcher tell the place. torchrun and Kubernetes set the variables that
 torch reads. srun, and the mpirun of Open MPI and MPICH, set variables of their own, which tell

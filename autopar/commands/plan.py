@@ -112,8 +112,9 @@ def _tell_verified(plan: Plan, folder: Path, found: TrainingComparison | None) -
     if found is None:
         results().print(f"Verify it: {command}", soft_wrap=True)
     elif found.is_within(TOLERANCE):
+        steps = len(found.losses)  # more than STEPS, if local steps need whole rounds
         alone = "" if plan.arrangement.compile is Compile.NONE else ", with layers not compiled"
-        text = f"Verified: {ranks} CPU processes train {STEPS} steps as one does{alone} ({command})"
+        text = f"Verified: {ranks} CPU processes train {steps} steps as one does{alone} ({command})"
         results().print(text, soft_wrap=True)
     else:
         from autopar.commands.verify import tell_comparison  # with torch

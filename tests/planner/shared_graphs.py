@@ -6,9 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar, cast
 
-from autopar.codegen.subject import lengths_found
 from autopar.planner.graph.graph import Graph
-from autopar.planner.plan.files.cache import NO_CACHE, Cache, CachedLengths
+from autopar.planner.plan.files.cache import NO_CACHE, Cache, CachedLengths, lengths_found
 from autopar.planner.plan.files.graph import graph_document
 
 Found = TypeVar("Found", bound=Graph | None)

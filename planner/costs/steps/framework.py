@@ -256,7 +256,7 @@ def host_optimizer_seconds(
     return parameters * (stepping + sending)
 
 
-_OUTER_STEP_BYTES = 44  # SGD with Nesterov momentum reads and writes, for one parameter
+OUTER_STEP_BYTES = 44  # SGD with Nesterov momentum reads and writes, for one parameter
 
 
 def host_outer_seconds(
@@ -273,7 +273,7 @@ def host_outer_seconds(
     memory = host.memory_bytes_per_second * constants.host_memory_share
     link = host.bytes_per_second * constants.host_link_share
     copies = 5 if arrangement.outer_parts > 1 else 3
-    return parameters * (_OUTER_STEP_BYTES / memory + copies * GRADIENT_BYTES / link)
+    return parameters * (OUTER_STEP_BYTES / memory + copies * GRADIENT_BYTES / link)
 
 
 def to_host_byte_seconds(

@@ -21,7 +21,11 @@ from autopar.planner.costs.collectives.conversions import Statistics
 from autopar.planner.costs.kernels.rates import Throughput, rates_of
 from autopar.planner.costs.prediction import Arrangement, LayerCost
 from autopar.planner.costs.schedules.simulation import StageSeconds
-from autopar.planner.costs.steps.framework import FrameworkConstants, host_outer_seconds
+from autopar.planner.costs.steps.framework import (
+    OUTER_STEP_BYTES,
+    FrameworkConstants,
+    host_outer_seconds,
+)
 from autopar.planner.costs.steps.overlap import LayerLoad
 from autopar.planner.costs.steps.state import float8_elements, float8_parts
 from autopar.planner.precision import GRADIENT_BYTES, Compression, Precision
@@ -340,8 +344,8 @@ class OuterSeconds:
     sent: float  # beside later local steps, if outer steps go through the model in parts
 
 
-# Read and written on the device for each element: change and mean 36, parameters 40; and SGD's.
-_OUTER_BYTES, _OUTER_SGD_BYTES = 76, 44
+# Moved for each element of an outer step, beside SGD: change and mean 36, parameters 40.
+_OUTER_BYTES = 76
 
 
 def outer_seconds(
@@ -367,7 +371,7 @@ def outer_seconds(
     own_bytes, parts = load.gradient_bytes / arrangement.optimizer_ranks, arrangement.outer_parts
     slowest = min(rates.stream_bytes_per_second for rates in devices)
     on_host, elements = arrangement.offload.has_outer, own_bytes / GRADIENT_BYTES
-    computed = elements * (_OUTER_BYTES + _OUTER_SGD_BYTES * (not on_host)) / slowest
+    computed = elements * (_OUTER_BYTES + OUTER_STEP_BYTES * (not on_host)) / slowest
     if on_host:
         computed += host_outer_seconds(elements, arrangement, constants, groups.host)
     if arrangement.zero.gathers_updated:

@@ -243,6 +243,12 @@ def loses_unkept(arrangement: Arrangement) -> bool:
     return arrangement.compression.keeps_lost and is_unkept
 
 
+def offloads_wrongly(arrangement: Arrangement) -> bool:
+    """Whether local steps would have their optimizer on the host, or other steps an outer one."""
+    offload = arrangement.offload
+    return offload.has_states if arrangement.is_local else offload.has_outer
+
+
 def shards_in_vain(arrangement: Arrangement) -> bool:
     """Whether fully_shard would need as much memory as ZeRO-1, because backwards are split.
 

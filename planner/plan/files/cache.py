@@ -29,6 +29,7 @@ from autopar import planner
 from autopar.planner.errors import InputError
 from autopar.planner.files import read_given, write_whole
 from autopar.planner.findings.traits import OptimizerTraits
+from autopar.planner.graph.graph import Graph
 from autopar.planner.model.functions import DATA_READS, sources, state_of
 from autopar.planner.plan.files.graph import GraphDocument, graph_document, graph_of
 from autopar.planner.plan.plan import Model
@@ -285,6 +286,15 @@ def _traced(found: CachedModel) -> TracedModel | None:
         return TracedModel(
             model=found.model, graph=graph, optimizer=found.optimizer, notes=notes, is_recalled=True
         )
+    return None
+
+
+def lengths_found(cache: Cache, key: object) -> tuple[Graph | None] | None:
+    """Return the graph with rows of other lengths, in a tuple; None if the cache has no entry."""
+    found = cache.find(CachedLengths, key)
+    with suppress(ValueError, RecursionError):
+        if found is not None:
+            return (None if found.graph is None else graph_of(found.graph),)
     return None
 
 

@@ -12,7 +12,7 @@ from autopar.planner.cluster.cluster import Backend
 from autopar.planner.costs.prediction import Arrangement
 from autopar.planner.costs.schedules.orders import PipelineShape
 from autopar.planner.costs.schedules.table import refusal
-from autopar.planner.costs.steps.state import shards_in_vain
+from autopar.planner.costs.steps.state import offloads_wrongly, shards_in_vain
 from autopar.planner.findings.writes import unable
 from autopar.planner.graph.layouts import Layout, LayoutKind, OpLayout, ParameterLayout
 from autopar.planner.graph.ops import Op
@@ -111,9 +111,9 @@ def _degrees(plan: StoredPlan) -> Iterator[str]:
     has_replicas = arrangement.shard < arrangement.data and arrangement.outer.copies > 0
     if arrangement.is_local and not has_replicas:
         yield "arrangement.sync_every: local steps need several replicas, and an outer optimizer"
-    offload = arrangement.offload
-    if offload.has_states if arrangement.is_local else offload.has_outer:
-        yield f"arrangement.offload: {offload} with {arrangement.sync_every} local steps"
+    if offloads_wrongly(arrangement):
+        steps = arrangement.sync_every
+        yield f"arrangement.offload: {arrangement.offload} with {steps} local steps"
     if arrangement.outer_parts > max(1, arrangement.sync_every // LEAST_OF_PART):
         yield f"arrangement.outer_parts: each part needs {LEAST_OF_PART} local steps"
     if arrangement.rows and not _are_rows(arrangement):

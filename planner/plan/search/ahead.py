@@ -27,7 +27,7 @@ from autopar.planner.plan.solving.candidate import layer_key
 from autopar.planner.plan.solving.prices import LayerKey
 from autopar.runtime.launchers import usable_cores
 
-MOST_WORKERS = 7
+MOST_WORKERS = 7  # a guess: no machine with so many cores was measured
 _NICENESS = 5  # where cores are few, the search goes first
 _PATIENCE_SECONDS = 60.0  # then the search finds the prices itself
 

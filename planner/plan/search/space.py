@@ -15,7 +15,7 @@ from math import lcm, log
 from autopar.planner.costs.prediction import Arrangement, Compile, Offload, Zero
 from autopar.planner.costs.schedules.orders import PipelineShape
 from autopar.planner.costs.schedules.table import SCHEDULES, ScheduleKind, refusal
-from autopar.planner.costs.steps.state import loses_unkept, shards_in_vain
+from autopar.planner.costs.steps.state import loses_unkept, offloads_wrongly, shards_in_vain
 from autopar.planner.errors import InfeasibleError
 from autopar.planner.plan.declared.constraints import (
     CHOICES,
@@ -304,10 +304,9 @@ def offloads_in_vain(arrangement: Arrangement, choices: Choices) -> bool:
     run, nor can split backwards: hooks send gradients to the host, and theirs pass no hook. Nor can
     local steps of an optimizer on the host; an outer optimizer has nothing to do without them.
     """
-    offload = arrangement.offload
-    if offload.has_states if arrangement.is_local else offload.has_outer:
+    if offloads_wrongly(arrangement):
         return True
-    if not offload.has_states:
+    if not arrangement.offload.has_states:
         return arrangement.data == 1 and arrangement.zero.divides_optimizer
     zero, is_free = arrangement.zero, len(choices.zero_levels) > 1
     is_beaten = zero.keeps_gathered or not (zero.divides_optimizer or arrangement.data == 1)
