@@ -255,7 +255,7 @@ def launch(arguments: Sequence[str]) -> ProcessEnd:
     """Run torchrun, as a module of this Python, until it ends."""
     token = uuid4().hex
     environment = {**ENVIRONMENT, **os.environ, RUN_TOKEN: token}
-    command = [sys.executable, "-m", "torch.distributed.run", *arguments]
+    command = [sys.executable, *TORCHRUN, *arguments]
     process = subprocess.Popen(
         command,
         env=environment,
@@ -266,6 +266,33 @@ def launch(arguments: Sequence[str]) -> ProcessEnd:
         code = process.wait()
         leftovers = _end_leftovers(token)
     return ProcessEnd(code=code, is_signalled=bool(signals), leftovers=leftovers)
+
+
+TORCHRUN = ("-c", f"from {__name__} import be_torchrun; be_torchrun()")
+
+
+def be_torchrun() -> None:
+    """Run torchrun in this process, which acts on its first signal alone.
+
+    A second one would break off the closing of the ranks, and torchrun would never end. Schedulers
+    signal every process beside the signal that is passed on, and the kernel may send several when a
+    parent with threads dies.
+    """
+    from torch.distributed.run import main
+
+    install, got = signal.signal, list[int]()
+
+    def install_once(number: int, handler: Any) -> Any:
+        def act(number: int, frame: FrameType | None) -> None:
+            got.append(number)
+            if len(got) == 1:
+                handler(number, frame)
+
+        return install(number, act if callable(handler) else handler)
+
+    vars(signal)["signal"] = install_once
+    sys.argv[0] = "torchrun"
+    main()
 
 
 def script_help(script: Path) -> int:

@@ -22,7 +22,13 @@ from autopar.commands.run import _tell_start
 from autopar.planner.errors import InputError
 from autopar.planner.plan.files.document import write_plan
 from autopar.planner.plan.plan import Plan
-from autopar.runs.launching import ENVIRONMENT, ProcessEnd, check_rendezvous, ended_as
+from autopar.runs.launching import (
+    ENVIRONMENT,
+    TORCHRUN,
+    ProcessEnd,
+    check_rendezvous,
+    ended_as,
+)
 from autopar.runs.run_folder import (
     Nodes,
     RunningError,
@@ -429,6 +435,44 @@ def test_no_process_outlives_a_kill(
     state = only_run(folder)[1].state
     assert state is (RunState.KILLED if victim == "autopar" else RunState.PREEMPTED)
     assert (place / "checkpoints").is_dir()
+
+
+SLOW_TO_STOP = """
+import pathlib, signal, sys, time
+
+def stop(*_):
+    pathlib.Path("stops").touch()
+    time.sleep(2)
+    pathlib.Path("kept").touch()
+    sys.exit(75)
+
+signal.signal(signal.SIGTERM, stop)
+pathlib.Path("ready").touch()
+time.sleep(300)
+"""
+
+
+@pytest.mark.usefixtures("forked_python")
+@pytest.mark.slow
+def test_torchrun_closes_its_ranks_whole_though_it_gets_three_signals(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SLOW_TO_STOP)
+    words = ("--standalone", "--nproc-per-node", "1", "--log-dir", "logs", "--tee", "3", "train.py")
+    running = subprocess.Popen(
+        [sys.executable, *TORCHRUN, *words], cwd=tmp_path, env=os.environ | ENVIRONMENT
+    )
+    for name in ("ready", "stops", "stops"):
+        wait_for_file(tmp_path / name)
+        running.terminate()
+        time.sleep(0.3)  # signals that come together are one
+    assert running.wait(timeout=60) != 0
+    assert (tmp_path / "kept").exists()
+
+
+def wait_for_file(path: Path) -> None:
+    deadline = time.monotonic() + 60
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert path.exists()
 
 
 def test_torchrun_knows_the_names_that_are_set_around_it() -> None:
