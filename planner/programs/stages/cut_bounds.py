@@ -35,7 +35,7 @@ from autopar.planner.costs.schedules.simulation import Floats
 from autopar.planner.costs.schedules.table import SCHEDULES, ScheduleKind, in_flight
 from autopar.planner.costs.steps.memory import layer_unsharded_bytes, most_tensor_bytes
 from autopar.planner.costs.steps.state import layer_state_bytes
-from autopar.planner.programs.solver import GrowingProgram
+from autopar.planner.programs.growing import GrowingProgram
 from autopar.planner.programs.stages.offers import Offer, Offers, fullest
 from autopar.planner.programs.stages.question import Cut, StageQuestion
 

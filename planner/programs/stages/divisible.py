@@ -43,7 +43,7 @@ from autopar.planner.costs.schedules.paths import (
 from autopar.planner.costs.schedules.simulation import Floats, StageSeconds
 from autopar.planner.costs.schedules.table import SCHEDULES
 from autopar.planner.costs.steps.bounds import DataBound
-from autopar.planner.programs.solver import GrowingProgram, Term
+from autopar.planner.programs.growing import GrowingProgram, Term
 from autopar.planner.programs.stages.cut_bounds import LayerPiece, MemoryRow, RankMoments, parts_of
 from autopar.planner.programs.stages.question import StageQuestion
 

@@ -8,7 +8,7 @@ from typing import Any
 import highspy
 import pytest
 
-from autopar.planner.programs.solver import GrowingProgram
+from autopar.planner.programs.growing import GrowingProgram
 
 
 def test_each_row_can_only_raise_the_least() -> None:
@@ -59,3 +59,22 @@ def test_the_other_simplex_begins_anew_where_one_gets_lost() -> None:
     program.add([(column, 1.0)], most=inf, least=3.0)
     assert program.solve() == 3.0
     assert (highs.solves, highs.cleared) == (2, 1)
+
+
+@pytest.mark.parametrize("enough", [1.0, 1.7, 4.0, float("inf")])
+def test_a_growing_program_tells_its_optimum_or_a_bound_that_is_enough(enough: float) -> None:
+    program = GrowingProgram()
+    one, other = program.column(), program.column()
+    program.add([(one, 1.0), (other, 1.0)], most=2.0, least=2.0)
+    program.add([(one, 1.0), (program.least, -1.0)], most=0.0)
+    assert program.solve(enough=enough) == pytest.approx(0.0, abs=1e-9)
+    program.add([(other, 1.0), (program.least, -1.0)], most=-1.0)
+    optimum = 1.5  # of max(one, 1 + other), if both are 2 together
+    told = program.solve(enough=enough)
+    assert told is not None
+    assert min(enough, optimum) - 1e-9 <= told <= optimum + 1e-9
+    program.add([(one, 1.0)], most=1.0)
+    optimum = 2.0
+    told = program.solve(enough=enough)
+    assert told is not None
+    assert min(enough, optimum) - 1e-9 <= told <= optimum + 1e-9

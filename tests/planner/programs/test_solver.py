@@ -9,7 +9,6 @@ import pytest
 
 from autopar.planner.programs.solver import (
     NOTHING_SOLVED,
-    GrowingProgram,
     Infeasible,
     Solved,
     SolverName,
@@ -132,22 +131,3 @@ def test_reports_add_up() -> None:
     assert one + one + NOTHING_SOLVED == SolverReport(
         calls=2, variables=4, constraints=6, seconds=1.0
     )
-
-
-@pytest.mark.parametrize("enough", [1.0, 1.7, 4.0, float("inf")])
-def test_a_growing_program_tells_its_optimum_or_a_bound_that_is_enough(enough: float) -> None:
-    program = GrowingProgram()
-    one, other = program.column(), program.column()
-    program.add([(one, 1.0), (other, 1.0)], most=2.0, least=2.0)
-    program.add([(one, 1.0), (program.least, -1.0)], most=0.0)
-    assert program.solve(enough=enough) == pytest.approx(0.0, abs=1e-9)
-    program.add([(other, 1.0), (program.least, -1.0)], most=-1.0)
-    optimum = 1.5  # of max(one, 1 + other), if both are 2 together
-    told = program.solve(enough=enough)
-    assert told is not None
-    assert min(enough, optimum) - 1e-9 <= told <= optimum + 1e-9
-    program.add([(one, 1.0)], most=1.0)
-    optimum = 2.0
-    told = program.solve(enough=enough)
-    assert told is not None
-    assert min(enough, optimum) - 1e-9 <= told <= optimum + 1e-9
