@@ -9,11 +9,13 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from autopar.planner.cluster.shape import GroupShape
+from autopar.planner.programs.growing import GrowingProgram
 from autopar.planner.programs.layouts import program as layout_model
-from autopar.planner.programs.layouts.building import LayoutInput
+from autopar.planner.programs.layouts.building import LayoutInput, frame_of, priced_problem
 from autopar.planner.programs.layouts.choice import Budget, LayoutProgram, LayoutSolution
+from autopar.planner.programs.layouts.program import LayoutModel, LayoutVariables, ProgramUnits
 from autopar.planner.programs.layouts.rules import FREE, find_slots
-from autopar.planner.programs.solver import SolverName
+from autopar.planner.programs.solver import Matrix, Solved, SolverName, solve
 from tests.cells import examples
 from tests.planner.programs.brute_force import BruteForce
 from tests.planner.programs.layouts.layout_checks import solve_layouts
@@ -116,3 +118,26 @@ def test_the_module_lists_its_families_of_constraints() -> None:
     families = (layout_model.__doc__ or "").partition("Families")[2].partition("minimise")[0]
     listed = re.findall(r"^    ([a-z]+(?: [a-z]+)?)  +\S", families, re.M)
     assert {f"_require_{name.replace(' ', '_')}" for name in listed} == functions
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_tensor_with_two_consumers_leaves_the_relaxation_whole(seed: int) -> None:
+    kinds = ("norm", "linear", "gelu", "linear", "add")  # the last one adds the block's input
+    steps = [Step(kind=kind, first=place, second=0) for place, kind in enumerate(kinds)]
+    model = small_model(steps, 2)
+    place = LayoutInput(
+        graph=model.graph, axes=model.axes, layers=model.layers,
+        pricer=_pricer(model, batch=2, seed=seed), degree=DEGREE,
+        shape=GroupShape(ranks=DEGREE, crossings=()), rules=FREE, microbatches=1,
+    )  # fmt: skip
+    problem = priced_problem(place, frame_of(place))
+    units = ProgramUnits(second_unit=1.0, byte_unit=1.0, saved_factor=1.0, weight_factor=1.0)
+    program = LayoutModel(problem, units, LayoutVariables.of(problem)).program(
+        second_price=1.0, byte_price=0.0
+    )
+    assert isinstance(solve(program, most_nodes=100), Solved)
+    relaxed = GrowingProgram()
+    column = relaxed.take(Matrix.of(program))
+    costs = ((column[one], price) for one, price in program.objective.items())
+    relaxed.add([*costs, (relaxed.least, -1.0)], most=0.0)
+    assert relaxed.solve() == pytest.approx(program.objective.value(), rel=1e-9)
