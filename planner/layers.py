@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from autopar.planner.axes.infer import GraphAxes
 from autopar.planner.graph.graph import Graph
 from autopar.planner.graph.ops import Op, Ref, TensorOrigin, Value
-from autopar.planner.precision import FLOAT8_MULTIPLE
+from autopar.planner.precision import Float8
 from autopar.planner.rules.rule import OpKind, is_random
 from autopar.planner.rules.signature import Leaf, substituted
 from autopar.planner.rules.table import kind_of, rule_of
@@ -295,10 +295,10 @@ def _runs(layers: tuple[Layer, ...]) -> Iterator[EqualLayers]:
 LINEAR = "Linear"  # the class of modules that torchao converts
 
 
-def float8_linears(graph: Graph, layers: Layers) -> Mapping[str, str]:
+def float8_linears(graph: Graph, layers: Layers, float8: Float8) -> Mapping[str, str]:
     """Map the names of ops that can multiply in float8 to the paths of their linear modules.
 
-    These are trained nn.Linear modules inside compiled layers, with both sizes multiples of 16. The
+    These are trained nn.Linear modules inside compiled layers whose sizes suit the kernels. The
     last products before the loss stay in 16 bits, because a loss is sensitive to its logits.
     """
     trained = {one.name for one in graph.parameters if one.trainable}
@@ -312,7 +312,7 @@ def float8_linears(graph: Graph, layers: Layers) -> Mapping[str, str]:
             continue
         weight = graph.tensors[op.inputs[1]]
         if weight.name in trained and all(
-            size.is_constant and size.at(0) % FLOAT8_MULTIPLE == 0 for size in weight.shape
+            size.is_constant and size.at(0) % float8.multiple == 0 for size in weight.shape
         ):
             found[op.name] = module.path
     return found

@@ -49,36 +49,58 @@ class Precision(StrEnum):
         return self.peaks[0]
 
 
-class Float8(StrEnum):
-    """How compiled linear layers scale the factors of products in float8: torchao's recipes.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CastBytes:
+    """The bytes that kernels move to cast an element of a factor to float8, and to scale results.
 
-    Separate kernels cast the factors. They read elements of 16 bits, find the largest ones, and
-    write elements of 8 bits: once with contiguous rows and once with contiguous columns, because
-    every factor belongs to two of a layer's three products. The attributes with `bytes` in their
-    names count the bytes that these kernels move per element, as torchao does
-    (testing/training/roofline_utils.py). `rate` was fitted to three of the five published rowwise
+    They read elements of 16 bits, find the largest ones, and write elements of 8 bits: once with
+    contiguous rows and once with contiguous columns, because every factor belongs to two of a
+    layer's three products. The numbers are torchao's (testing/training/roofline_utils.py).
+    """
+
+    source: int = 0  # of a layer's input, in the forward
+    source_again: int = 0  # in the backward
+    weight: int = 0  # in the forward
+    weight_again: int = 0  # in the backward
+    result_gradient: int = 0
+    scaled_gradient: int = 0  # of a gradient that a product computes, and that is scaled afterwards
+
+
+class Float8(StrEnum):
+    """How compiled linear layers scale the factors of products in float8, by torchao.
+
+    Separate kernels cast the factors. `rate` was fitted to three of the five published rowwise
     runs; the other two were held out (docs/accuracy.md).
     """
 
     _value_: str
-    input_bytes: int  # of a layer's input in the forward, of its result's gradient in the backward
-    weight_bytes: int  # in the forward
-    weight_bytes_again: int  # in the backward
-    gradient_bytes: int  # of a gradient that a product computes, and that is scaled afterwards
+    units: str  # the dtype, in a device's peaks, of the units that compute the products
+    multiple: int  # both sizes of a weight must be multiples: the kernels take no others
+    precisions: tuple[Precision, ...]  # of weights and activations
+    casts: CastBytes
     gathers: bool  # ZeRO-3 gathers weights in float8: a part is cast by the scale of the whole
-    rate: float  # of products, relative to those with one scale for a tensor
+    rate: float  # of products, relative to those at the peak of the units
     words: str
 
-    NONE = "none", 0, 0, 0, 0, False, 1.0, "as the layers are"
-    TENSORWISE = "tensorwise", 6, 5, 3, 0, True, 1.0, "one scale for a tensor: fastest"
-    ROWWISE = "rowwise", 8, 3, 7, 4, False, 0.7, "one for each row and column: more exact"
+    # name, units, multiple, precisions, casts, gathers, rate, words
+    NONE = "none", "", 1, tuple(Precision), CastBytes(), False, 1.0, "as the layers are"
+    TENSORWISE = (
+        *("tensorwise", "fp8", 16, (Precision.BF16, Precision.FP16)),
+        CastBytes(source=6, weight=5, weight_again=3, result_gradient=6),
+        *(True, 1.0, "one scale for a tensor: fastest"),
+    )
+    ROWWISE = (
+        *("rowwise", "fp8", 16, (Precision.BF16, Precision.FP16)),
+        CastBytes(source=8, weight=3, weight_again=7, result_gradient=8, scaled_gradient=4),
+        *(False, 0.7, "one for each row and column: more exact"),
+    )
 
     def __new__(cls, name: str, *row: Any) -> Self:
         """Return a kind of scaling whose attributes have the values of its row."""
         one = str.__new__(cls, name)
         one._value_ = name
-        one.input_bytes, one.weight_bytes, one.weight_bytes_again, *others = row
-        one.gradient_bytes, one.gathers, one.rate, one.words = others
+        one.units, one.multiple, one.precisions, one.casts, *others = row
+        one.gathers, one.rate, one.words = others
         return one
 
 
@@ -147,10 +169,6 @@ def thin_bytes(rows: int, elements: int) -> int:
     thin = _RANK * (rows + columns)
     is_thin = columns > 1 and 2 * thin <= elements
     return GRADIENT_BYTES * (thin if is_thin else elements)
-
-
-FLOAT8_UNITS = "fp8"  # the dtype of the units that compute float8 products
-FLOAT8_MULTIPLE = 16  # both sizes of a weight must be multiples: float8 kernels take no others
 
 
 def precision_words() -> str:

@@ -155,14 +155,14 @@ def task_of(
         dtype=dtype,
         half_buffers=tuple(one.name for one in narrowed_buffers(plan)),
         scaling=float8.value,
-        float8_layers=() if float8 is Float8.NONE else _float8_layers(plan.graph),
+        float8_layers=() if float8 is Float8.NONE else _float8_layers(plan.graph, float8),
         local=local_steps(plan) if plan.arrangement.is_local else None,
         sums=sent_sums(plan),
     )
 
 
-def _float8_layers(graph: Graph) -> tuple[str, ...]:
-    return tuple(float8_linears(graph, find_layers(graph, infer_axes(graph))).values())
+def _float8_layers(graph: Graph, float8: Float8) -> tuple[str, ...]:
+    return tuple(float8_linears(graph, find_layers(graph, infer_axes(graph)), float8).values())
 
 
 def build_alone(file: ModelFile, task: Task) -> nn.Module:

@@ -7,12 +7,15 @@ from dataclasses import dataclass, replace
 
 from autopar.planner.axes.infer import infer_axes
 from autopar.planner.cluster.cluster import Cluster
+from autopar.planner.cluster.sheet import device_sheet
 from autopar.planner.costs.ops.measurements import Measurements
 from autopar.planner.errors import InputError
 from autopar.planner.findings.numbers import check_constants, check_means
-from autopar.planner.layers import find_layers
+from autopar.planner.graph.graph import Graph
+from autopar.planner.layers import Layers, find_layers, float8_linears
 from autopar.planner.plan.declared.constraints import (
     Constraints,
+    Declared,
     Objective,
     check_names,
 )
@@ -32,10 +35,11 @@ from autopar.planner.plan.fleet import (
 )
 from autopar.planner.plan.plan import BatchFacts, Plan, PlannedCount, with_graph
 from autopar.planner.plan.search.ahead import idle_cores
-from autopar.planner.plan.search.demands import check_float8, check_memory
+from autopar.planner.plan.search.demands import check_memory
 from autopar.planner.plan.search.space import allow_degrees, check_degrees
 from autopar.planner.plan.solving.prices import LayoutKey, LeastKey, Prices
 from autopar.planner.plan.traced import TracedModel
+from autopar.planner.precision import Float8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +88,38 @@ def check_demands(demands: PlanDemands) -> None:
     check_float8(demands.clusters[-1], demands.constraints)
 
 
+def check_float8(cluster: Cluster, constraints: Constraints) -> None:
+    """Raise if layers should multiply in float8 on a device without such units."""
+    wanted, devices = constraints.float8.units, [node.device for node in cluster.nodes]
+    without = [one.name for one in devices if wanted and wanted not in dict(one.peaks)]
+    if without:
+        having = [name for name, one in device_sheet().items() if wanted in dict(one.peaks)]
+        raise InputError(
+            f"{without[0]} has no units for products in float8, {constraints.float8}",
+            where=_declared_float8(constraints).origin,
+            expected=f"a device that has them: {', '.join(having)}",
+            fix=f"leave out {_declared_float8(constraints).text}, or choose such a device with "
+            "--device",
+        )
+
+
+def check_float8_sizes(graph: Graph, layers: Layers, constraints: Constraints) -> None:
+    """Raise if layers should multiply in float8, and the kernels take none of their weights."""
+    float8 = constraints.float8
+    if float8 is not Float8.NONE and not float8_linears(graph, layers, float8):
+        raise InputError(
+            f"no linear layer can multiply in float8, {float8}",
+            where=_declared_float8(constraints).origin,
+            expected="a trained nn.Linear inside the layers that are compiled, before the last "
+            f"one, whose sizes are multiples of {float8.multiple}",
+            fix=f"leave out {_declared_float8(constraints).text}",
+        )
+
+
+def _declared_float8(constraints: Constraints) -> Declared:
+    return next(one for one in reversed(constraints.declared) if one.field == "float8")
+
+
 def training_of(traced: TracedModel, demands: PlanDemands) -> Training:
     """Return a traced model with its demands; reject demands that this model cannot meet."""
     graph, model = traced.graph, traced.model
@@ -92,6 +128,7 @@ def training_of(traced: TracedModel, demands: PlanDemands) -> Training:
     layers = find_layers(graph, axes)
     check_names(constraints, graph, axes, layers=len(layers.layers))
     check_tokens(constraints, tokens_per_row=model.tokens_per_row)
+    check_float8_sizes(graph, layers, constraints)
     _check_degrees(demands.clusters, constraints, model.batch)
     if constraints.precision.scales_loss:
         check_constants(graph)

@@ -288,9 +288,6 @@ def gathers_once(module: nn.Module) -> TypeGuard[FSDPModule]:
     return isinstance(module, FSDPModule) and getattr(module, "gathers_once", False)
 
 
-_GATHERED = ("tensorwise",)  # scalings of float8 products whose weights are gathered in float8
-
-
 def float8_gathers(parts: Sequence[nn.Module], shard: Axis) -> Callable[..., None] | None:
     """Let zero 3 gather weights of float8 products in float8, in half of the bytes.
 
@@ -303,7 +300,7 @@ def float8_gathers(parts: Sequence[nn.Module], shard: Axis) -> Callable[..., Non
         (module, part)
         for module, scaling in in_float8(one for one in parts if not gathers_once(one)).items()
         for part in (getattr(module.weight, "_local_tensor", None),)
-        if part is not None and scaling in _GATHERED and not starts_on_host(module.weight)
+        if part is not None and scaling.gathers and not starts_on_host(module.weight)
         if part.shape[0] * shard.size == module.weight.shape[0]
     ]
     if not found:

@@ -261,9 +261,48 @@ def submodules(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
     return [module for module in modules if any(True for _ in places(module))]
 
 
-FLOAT8_MULTIPLE = 16  # of both sizes of a weight: the kernels of float8 products take no others
 _IN_FLOAT8 = "_autopar_in_float8"  # marks modules that multiply in float8
-FLOAT8_CAPABILITY = (8, 9)  # of NVIDIA's GPUs: Ada and Hopper were the first with such kernels
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scaling:
+    """A scaling of float8 products: what its kernels need, and how torchao's modules are made."""
+
+    multiple: int  # of both sizes of a weight: the kernels take no others
+    has_units: Callable[[], bool]  # of the GPU
+    gathers: bool  # zero 3 gathers the weights in float8
+    converted: Callable[[nn.Module, str], nn.Module]  # by the scaling's name
+
+
+def _has_float8() -> bool:
+    """Whether the GPU has units for float8: Ada and Hopper were the first of NVIDIA's."""
+    return bool(torch.version.hip) or torch.cuda.get_device_capability() >= (8, 9)
+
+
+def _by_recipe(module: nn.Module, recipe: str) -> nn.Module:
+    """Return a module with the factors and products of a recipe of torchao.
+
+    Scales are rounded to powers of two: a tensor and its parts on several ranks are then rounded
+    alike, although their scales differ. CPUs emulate the products.
+    """
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    # the product for a weight's gradient needs a multiple of 16 rows, so a microbatch's rows are
+    # padded; nothing is copied if their number is such a multiple
+    config = replace(
+        Float8LinearConfig.from_recipe_name(recipe),
+        emulate=not torch.cuda.is_available(),
+        pad_inner_dim=True,
+        round_scales_to_power_of_2=True,
+    )
+    made: nn.Module = convert_to_float8_training(module, config=config)
+    return made
+
+
+SCALINGS: Mapping[str, Scaling] = {
+    "tensorwise": Scaling(multiple=16, has_units=_has_float8, gathers=True, converted=_by_recipe),
+    "rowwise": Scaling(multiple=16, has_units=_has_float8, gathers=False, converted=_by_recipe),
+}
 
 
 def use_float8(
@@ -271,54 +310,45 @@ def use_float8(
 ) -> None:
     """Let the nn.Linear modules in the named modules multiply in float8, by torchao.
 
-    `scaling` is torchao's recipe: "tensorwise" or "rowwise". Scales are rounded to powers of two.
-    A tensor and its parts on several ranks are then rounded alike, although their scales differ.
     Modules in `but`, frozen weights and sizes that do not suit the kernels stay as they are, and so
-    does a model in float64, or in a dry run. CPUs emulate the products. Call this before
-    `compile_layers`.
+    does a model in float64, or in a dry run. Call this before `compile_layers`.
     """
     if os.environ.get(DRY_RUN, "").count("/") == 1:
         return  # emulated products would take memory that kernels do not
-    try:
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-    except ImportError:
+    own = SCALINGS[scaling]
+    if torch.cuda.is_available() and not own.has_units():
         refuse(
-            "the plan multiplies in float8, and torchao is not installed",
-            fix="pip install torchao, or plan without --float8",
-        )
-    is_gpu = torch.cuda.is_available()
-    if is_gpu and not torch.version.hip and torch.cuda.get_device_capability() < FLOAT8_CAPABILITY:
-        refuse(
-            f"the plan multiplies in float8, and {torch.cuda.get_device_name()} has no such units",
+            f"the plan multiplies in float8 ({scaling}), and {torch.cuda.get_device_name()} has no "
+            "such units",
             fix="plan for this device, without --float8",
         )
-
-    recipe = Float8LinearConfig.from_recipe_name(scaling)
-    # the product for a weight's gradient needs a multiple of 16 rows, so a microbatch's rows are
-    # padded; nothing is copied if their number is such a multiple
-    config = replace(
-        recipe, emulate=not is_gpu, pad_inner_dim=True, round_scales_to_power_of_2=True
-    )
     for path, module in model.named_modules():
-        if is_inside(path, names) and not is_inside(path, but) and _suits_float8(module):
-            made = convert_to_float8_training(module, config=config)
+        if is_inside(path, names) and not is_inside(path, but) and _suits(module, own):
+            try:
+                made = own.converted(module, scaling)
+            except ImportError as error:
+                refuse(
+                    f"the plan multiplies in float8, and torchao is not installed, or not as it "
+                    f"should be: {error}",
+                    fix="pip install 'torchao>=0.18', or plan without --float8",
+                )
             module.__class__ = type(made)
             module.__dict__.update(made.__dict__ | module.__dict__ | {_IN_FLOAT8: scaling})
 
 
-def in_float8(parts: Iterable[nn.Module]) -> dict[Any, str]:
+def in_float8(parts: Iterable[nn.Module]) -> dict[Any, Scaling]:
     """Return the modules that multiply in float8, which torchao made, with their scaling."""
     every = (module for part in parts for module in part.modules())
-    return {one: one.__dict__[_IN_FLOAT8] for one in every if _IN_FLOAT8 in one.__dict__}
+    return {one: SCALINGS[one.__dict__[_IN_FLOAT8]] for one in every if _IN_FLOAT8 in one.__dict__}
 
 
-def _suits_float8(module: nn.Module) -> bool:
+def _suits(module: nn.Module, scaling: Scaling) -> bool:
     weight = module.weight if type(module) is nn.Linear else None
     return (
         weight is not None
         and weight.requires_grad
         and weight.dtype is not torch.float64
-        and all(size % FLOAT8_MULTIPLE == 0 for size in weight.shape)
+        and all(size % scaling.multiple == 0 for size in weight.shape)
     )
 
 

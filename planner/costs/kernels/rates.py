@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from autopar.planner.cluster.cluster import Device
 from autopar.planner.errors import InputError
-from autopar.planner.precision import FLOAT8_UNITS, Float8, Precision
+from autopar.planner.precision import Float8, Precision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -339,7 +339,7 @@ def rates_of(device: Device, precision: Precision, float8: Float8 = Float8.NONE)
         own=own,
         single=single,
         convolution=_throughput(device, "tf32") if "tf32" in peaks else single,
-        float8=own if float8 is Float8.NONE else _throughput(device, FLOAT8_UNITS),
+        float8=own if float8 is Float8.NONE else _throughput(device, float8.units),
         is_cpu=device.is_cpu,
     )
 

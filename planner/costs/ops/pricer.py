@@ -47,7 +47,7 @@ from autopar.planner.layers import (
     float8_linears,
     residence,
 )
-from autopar.planner.precision import FLOAT8_MULTIPLE, Float8, Kernels, Precision, item_bytes
+from autopar.planner.precision import Float8, Kernels, Precision, item_bytes
 from autopar.planner.rules.table import rule_of
 
 
@@ -155,7 +155,7 @@ class OpPricer:
         """The products in float8, and whether each is the first of its layer to cast its input."""
         if not self.compiles or self.float8 is Float8.NONE:
             return {}
-        linears, found = float8_linears(self.graph, self.layers), dict[str, bool]()
+        linears, found = float8_linears(self.graph, self.layers, self.float8), dict[str, bool]()
         for layer in self.layers.layers:
             cast = set[str]()
             for op in (op for op in layer.ops if op.name in linears):
@@ -342,7 +342,7 @@ class OpPricer:
             return Float8.NONE
         rows, depth = shapes.shape(op.inputs[1])
         is_partial = depth < self.graph.tensors[op.inputs[1]].shape[1].at(self.batch)
-        fits = rows % FLOAT8_MULTIPLE == depth % FLOAT8_MULTIPLE == 0
+        fits = rows % self.float8.multiple == depth % self.float8.multiple == 0
         return self.float8 if fits and not (is_partial and op.inputs[2:]) else Float8.NONE
 
     def _is_passed_over(self, op: Op) -> bool:

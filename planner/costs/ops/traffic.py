@@ -178,18 +178,22 @@ def backward_bytes(case: OpCase) -> int:
 def cast_seconds(case: OpCase) -> OpSeconds:
     """Return the seconds of kernels that cast the factors of a linear layer to float8.
 
-    `Float8` has the bytes that they move per element. Leaves out what fusion can save: the kernel
-    that makes a factor may also find its largest element.
+    `CastBytes` has what they move per element. Leaves out what fusion can save (the kernel that
+    makes a factor may also find its largest element), and the bytes of the scales.
     """
     if case.float8 is Float8.NONE:
         return OpSeconds(forward=0.0)
-    own, (source, weight) = case.float8, map(case.shapes.numel, case.op.inputs[:2])
-    forward = own.weight_bytes * weight + case.casts_input * own.input_bytes * source
-    backward = own.input_bytes * case.shapes.numel(case.result) + own.weight_bytes_again * weight
+    moved, (source, weight) = case.float8.casts, map(case.shapes.numel, case.op.inputs[:2])
+    own = source if case.casts_input else 0  # otherwise another product of the layer casts it
+    forward = moved.weight * weight + moved.source * own
+    backward = (
+        *(moved.result_gradient * case.shapes.numel(case.result), moved.source_again * own),
+        *(moved.weight_again * weight, moved.scaled_gradient * source),
+    )
     return OpSeconds(
         forward=memory_seconds(forward, rates=case.memory),
-        input_gradient=memory_seconds(backward + own.gradient_bytes * source, rates=case.memory),
-        weight_gradient=memory_seconds(own.gradient_bytes * weight, rates=case.memory)
-        if own.gradient_bytes
+        input_gradient=memory_seconds(sum(backward), rates=case.memory),
+        weight_gradient=memory_seconds(moved.scaled_gradient * weight, rates=case.memory)
+        if moved.scaled_gradient
         else 0.0,
     )

@@ -229,15 +229,15 @@ def constraints_of(declared: Iterable[Declared]) -> Constraints:
 
 def _compiled(constraints: Constraints) -> Constraints:
     """Return the constraints with compiled layers, which float8 needs; raise if they forbid it."""
+    suitable = constraints.float8.precisions
     rivals = {"compile": constraints.compile is Compile.NONE,
-              "precision": not constraints.precision.is_half}  # fmt: skip
+              "precision": constraints.precision not in suitable}  # fmt: skip
     for field, is_rival in rivals.items():
         if is_rival:
             both = [one for one in constraints.declared if one.field in ("float8", field)]
             raise InputError(
                 f"{conflict_text(both)} exclude each other",
-                expected="float8 products in compiled layers, whose other tensors have 16 bits: "
-                "without torch.compile they are slower than products in 16 bits",
+                expected=f"{' or '.join(suitable)}, compiled: uncompiled, float8 is slower",
                 fix="leave one of them out",
             )
     return replace(constraints, compile=Compile.LAYERS)

@@ -33,7 +33,6 @@ from autopar.planner.plan.search.space import DEFAULT_BUCKET_BYTES, Choices
 from autopar.planner.plan.solving.candidate import Candidate, Demands
 from autopar.planner.plan.solving.costing import SearchSubject
 from autopar.planner.plan.telling.words import arrangement_words
-from autopar.planner.precision import FLOAT8_UNITS, Float8
 from autopar.planner.programs.layouts.rules import Ban, LayoutPin, LayoutRules
 from autopar.planner.programs.stages.question import PinnedLayer
 
@@ -83,20 +82,6 @@ def check_memory(cluster: Cluster, constraints: Constraints) -> None:
         expected=f'at most "{has}", or a share of what a device has, such as "90%"',
         fix="a device with more memory goes into a cluster file, see docs/cluster-file.md",
     )
-
-
-def check_float8(cluster: Cluster, constraints: Constraints) -> None:
-    """Raise if layers should multiply in float8 on a device without such units."""
-    devices = (node.device for node in cluster.nodes if constraints.float8 is not Float8.NONE)
-    without = [one.name for one in devices if FLOAT8_UNITS not in dict(one.peaks)]
-    if without:
-        declared = next(one for one in reversed(constraints.declared) if one.field == "float8")
-        raise InputError(
-            f"{without[0]} has no units for products in float8",
-            where=declared.origin,
-            expected="a device that has them, such as l4, l40s, h100-sxm, b200-sxm or mi300x",
-            fix=f"leave out {declared.text}, or choose such a device with --device",
-        )
 
 
 def limits_of(cluster: Cluster, constraints: Constraints) -> Mapping[str, int]:

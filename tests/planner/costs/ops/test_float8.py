@@ -19,9 +19,9 @@ from autopar.planner.graph.ops import Op
 from autopar.planner.layers import float8_linears
 from autopar.planner.plan.declared.constraints import Constraints, constraints_of
 from autopar.planner.plan.declared.settings import declare
-from autopar.planner.plan.search.demands import check_float8
+from autopar.planner.plan.planned import check_float8, check_float8_sizes
 from autopar.planner.precision import Float8, Precision
-from autopar.runtime.data_parallel import wrapping
+from autopar.runtime.model.parts import SCALINGS
 from tests.planner.costs.ops.op_factories import (
     device,
     known,
@@ -50,15 +50,19 @@ def linear(of: OpPricer, number: int) -> Op:
 
 def test_linear_layers_inside_blocks_are_in_float8_and_the_head_is_not() -> None:
     graph, _, layers = known(*LLAMA)
-    paths = list(float8_linears(graph, layers).values())
+    paths = list(float8_linears(graph, layers, Float8.ROWWISE).values())
     assert len(paths) == 14
     assert paths[:2] == ["layers.0.self_attn.q_proj", "layers.0.self_attn.k_proj"]
     assert "lm_head" not in paths
 
 
-def test_sizes_that_are_no_multiples_of_16_stay_as_they_are() -> None:
+def test_sizes_that_are_no_multiples_of_16_are_refused_if_no_others_are_there() -> None:
     graph, _, layers = known("gpt2.py", "layers=2", "dim=72", "heads=4")
-    assert float8_linears(graph, layers) == {}
+    assert float8_linears(graph, layers, Float8.ROWWISE) == {}
+    check_float8_sizes(graph, layers, asked(float8="none"))
+    with pytest.raises(InputError, match="no linear layer can multiply in float8") as caught:
+        check_float8_sizes(graph, layers, asked(float8="rowwise"))
+    assert "sizes are multiples of 16" in str(caught.value)
 
 
 def test_a_product_runs_at_the_peak_of_float8_and_its_factors_are_cast() -> None:
@@ -160,5 +164,7 @@ def test_float8_is_compiled_and_in_16_bits(other: dict[str, str]) -> None:
         asked(float8="rowwise", **other)
 
 
-def test_scripts_gather_the_weights_that_are_priced_so() -> None:
-    assert set(wrapping._GATHERED) == {one.value for one in Float8 if one.gathers}
+def test_scripts_have_the_scalings_that_are_priced() -> None:
+    assert {name: (one.multiple, one.gathers) for name, one in SCALINGS.items()} == {
+        one.value: (one.multiple, one.gathers) for one in Float8 if one is not Float8.NONE
+    }
