@@ -95,6 +95,12 @@ class Float8(StrEnum):
         *(False, 0.7, "one for each row and column: more exact"),
     )
 
+    MXFP8 = (
+        *("mxfp8", "mxfp8", 32, (Precision.BF16,)),
+        CastBytes(source=3, source_again=3, weight=3, weight_again=3, result_gradient=6),
+        *(False, 1.0, "one for each 32 elements of a row or column"),
+    )
+
     def __new__(cls, name: str, *row: Any) -> Self:
         """Return a kind of scaling whose attributes have the values of its row."""
         one = str.__new__(cls, name)

@@ -9,7 +9,7 @@ What a table does not state is assumed as is usual for the techniques of the run
                   trainers, ZeRO-2 or ZeRO-3
     casts         gradients are cast, clipped and copied by kernels of their own with ZeRO-2,
                   ZeRO-3, PyTorch's own trainers and DeepSpeed's bf16 optimizer
-    float8        one scale for each tensor, torchao's default, unless the text says rowwise;
+    float8        fp8: one scale for each tensor, torchao's default, unless the text says rowwise;
                   weights are gathered in 16 bits, unless it says float8 all-gather
     loss          in fp32, unless the text says that it is one kernel
     overlap       FSDP and distributed optimizers reduce bucket by bucket during the backward; plain
@@ -153,8 +153,12 @@ def settings_of(row: Row) -> Settings:
 
 def float8_of(row: Row) -> Float8 | None:
     """Return the scales of torchao's products in compiled layers; None if a row has none."""
-    is_known = row.dtype == "fp8" and row.torch_compile is True and _PYTORCH.search(row.source)
+    is_known = row.torch_compile is True and _PYTORCH.search(row.source)
     if not is_known or _OTHER_SCALES.search(row.notes):
+        return None
+    if row.dtype == Float8.MXFP8:
+        return Float8.MXFP8
+    if row.dtype != "fp8":
         return None
     return Float8.ROWWISE if "rowwise" in row.notes.casefold() else Float8.TENSORWISE
 

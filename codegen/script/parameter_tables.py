@@ -27,7 +27,7 @@ from autopar.planner.graph.layouts import LayoutKind
 from autopar.planner.plan.plan import Plan
 from autopar.planner.plan.telling.words import narrowed_buffers
 from autopar.planner.programs.layouts.strategies import Parts, parts_of
-from autopar.runtime.model.parts import starred
+from autopar.runtime.tensor.shards import starred
 
 Value = TypeVar("Value")
 _FEWEST_IN_STEPS = 3  # at least so many names, at steps above 1, become a range

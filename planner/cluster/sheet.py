@@ -225,7 +225,7 @@ def _peaks(value: object, *, where: str) -> tuple[tuple[str, float], ...]:
             "no peak is given", where=where, fix='write peak = { bf16 = "312 TFLOP/s" }'
         )
     reading.refuse_unknown(
-        table, ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "fp4"), where=where
+        table, ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "fp4"), where=where
     )
     return tuple(
         (dtype, parse_flops_per_second(rate, where=f"{where}.{dtype}"))

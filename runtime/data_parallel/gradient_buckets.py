@@ -13,8 +13,8 @@ from autopar.runtime.data_parallel.buckets import (
     Bucket,
     buckets_of_size,
 )
-from autopar.runtime.model.parts import is_listed
 from autopar.runtime.ranks.transport import HostLink
+from autopar.runtime.tensor.shards import is_listed
 
 
 class GradientBuckets:

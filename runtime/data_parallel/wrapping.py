@@ -35,11 +35,12 @@ from autopar.runtime.data_parallel.buckets import (
     sharding_of,
 )
 from autopar.runtime.data_parallel.gradient_buckets import GradientBuckets
-from autopar.runtime.model.parts import in_float8, is_listed
+from autopar.runtime.model.parts import in_float8
 from autopar.runtime.ranks.mesh import Axis, Mesh
 from autopar.runtime.ranks.transport import HostLink
 from autopar.runtime.tensor.chunked_logits import chunks_logits
 from autopar.runtime.tensor.shards import (
+    is_listed,
     is_marked,
     made_like,
     places,

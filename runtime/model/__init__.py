@@ -8,7 +8,6 @@ from autopar.runtime.model.parts import (
     Crossing,
     StagePart,
     compile_layers,
-    expand,
     freeze,
     keep_apart,
     shard_parameters,
@@ -16,6 +15,7 @@ from autopar.runtime.model.parts import (
     take_classes,
     use_float8,
 )
+from autopar.runtime.tensor.shards import expand
 
 __all__ = [
     "ROWS",

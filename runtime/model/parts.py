@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
-from itertools import combinations
+from functools import cache
 from types import MethodType
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 
 from autopar.runtime.ranks.mesh import DRY_RUN, Axis
@@ -21,10 +23,12 @@ from autopar.runtime.tensor.shards import (
     group_aliases,
     local_chunks,
     local_part,
+    named,
     note_ties,
     places,
     put,
     split_of,
+    starred,
 )
 from autopar.runtime.tensor.slices import begin_anew, begins_anew
 
@@ -48,42 +52,6 @@ def class_with_forward(module: nn.Module) -> type[nn.Module]:
         return own(*args, **kwargs)
 
     return type(kind.__name__, (kind,), {"forward": forward})
-
-
-Value = TypeVar("Value")
-
-
-def expand(pattern: str, numbers: Iterable[int]) -> tuple[str, ...]:
-    """Put numbers in the place of the star: ("h.*", range(2)) gives ("h.0", "h.1")."""
-    before, _, behind = pattern.partition("*")
-    return tuple(f"{before}{number}{behind}" for number in numbers)
-
-
-def starred(name: str) -> tuple[str, ...]:
-    """Return the name with stars in place of some of its numbers, fewest stars first.
-
-    "h.0.mlp.2" gives "h.*.mlp.2", "h.0.mlp.*", "h.*.mlp.*".
-    """
-    parts = name.split(".")
-    places = [place for place, part in enumerate(parts) if part.isdecimal()]
-    chosen = (some for count in range(len(places)) for some in combinations(places, count + 1))
-    return tuple(
-        ".".join("*" if place in some else part for place, part in enumerate(parts))
-        for some in chosen
-    )
-
-
-def named(table: Mapping[str, Value], names: Iterable[str]) -> dict[str, Value]:
-    """Return the table's entry for each name, listed itself or with stars; omit other names."""
-    found = (
-        (name, next((n for n in (name, *starred(name)) if n in table), None)) for name in names
-    )
-    return {name: table[listed] for name, listed in found if listed is not None}
-
-
-def is_listed(name: str, listed: Collection[str]) -> bool:
-    """Whether a list has a name, itself or with stars in place of some of its numbers."""
-    return name in listed or any(one in listed for one in starred(name))
 
 
 def keep_apart(module: nn.Module) -> None:
@@ -299,9 +267,51 @@ def _by_recipe(module: nn.Module, recipe: str) -> nn.Module:
     return made
 
 
+def _has_mxfp8() -> bool:
+    """Whether torchao has kernels for the GPU: B200, B300, and those beside a Grace CPU."""
+    return not torch.version.hip and torch.cuda.get_device_capability()[0] == 10
+
+
+def _in_blocks(module: nn.Module, _: str) -> nn.Module:
+    """Return a module whose products scale each 32 elements along the dim that they sum over.
+
+    Parts of a tensor on several ranks have the same blocks as the whole, and so the same scales.
+    """
+    made = copy(module)
+    made.__class__ = _block_scaled()
+    return made
+
+
+@cache
+def _block_scaled() -> type[nn.Linear]:
+    """Return the class of linear layers with block-scaled products; torchao must be installed."""
+    from torchao.prototype.moe_training.mxfp8_linear import _to_mxfp8_then_scaled_mm
+    from torchao.prototype.mx_formats import ScaleCalculationMode
+    from torchao.quantization.quantize_.common import KernelPreference
+
+    class MXFP8Linear(nn.Linear):
+        """A linear layer whose three products multiply blocks of 32 elements in float8."""
+
+        def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+            """Multiply; kernels take bf16, and CPUs and other dtypes emulate them."""
+            rows = input.reshape(-1, input.shape[-1]).contiguous()
+            count, kernels = rows.shape[0], KernelPreference.EMULATED
+            if rows.is_cuda and rows.dtype is torch.bfloat16:
+                kernels = KernelPreference.AUTO
+            if missing := -count % 32:  # blocks of a weight's gradient are 32 rows
+                rows = functional.pad(rows, (0, 0, 0, missing))
+            rceil = ScaleCalculationMode.RCEIL
+            result: Tensor = _to_mxfp8_then_scaled_mm(rows, self.weight, kernels, rceil)
+            result = result[:count].reshape(*input.shape[:-1], -1)
+            return result if self.bias is None else result + self.bias
+
+    return MXFP8Linear
+
+
 SCALINGS: Mapping[str, Scaling] = {
     "tensorwise": Scaling(multiple=16, has_units=_has_float8, gathers=True, converted=_by_recipe),
     "rowwise": Scaling(multiple=16, has_units=_has_float8, gathers=False, converted=_by_recipe),
+    "mxfp8": Scaling(multiple=32, has_units=_has_mxfp8, gathers=False, converted=_in_blocks),
 }
 
 

@@ -14,10 +14,10 @@ from torch.distributed.tensor import DTensor
 
 from autopar.runtime.data_parallel.buckets import Span
 from autopar.runtime.data_parallel.wrapping import buckets_of
-from autopar.runtime.model.parts import is_listed
 from autopar.runtime.ranks.mesh import Axis, Mesh
 from autopar.runtime.ranks.refusal import refuse
 from autopar.runtime.ranks.transport import ComingSum, summed
+from autopar.runtime.tensor.shards import is_listed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

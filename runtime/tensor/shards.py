@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -23,6 +24,7 @@ from autopar.runtime.tensor.slices import Cut, Parts, Ranges, cut, pick
 
 QUANTIZED = (torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4)
 AnyTensor = TypeVar("AnyTensor", bound=Tensor)
+Value = TypeVar("Value")
 
 
 def put_into(tensor: Tensor, source: Tensor) -> None:
@@ -290,6 +292,39 @@ def check_names(splits: Mapping[str, Split], known: Collection[str]) -> None:
     unknown = sorted(set(splits) - set(known))
     if unknown:
         raise KeyError(f"the model has no parameter or buffer {', '.join(unknown)}")
+
+
+def expand(pattern: str, numbers: Iterable[int]) -> tuple[str, ...]:
+    """Put numbers in the place of the star: ("h.*", range(2)) gives ("h.0", "h.1")."""
+    before, _, behind = pattern.partition("*")
+    return tuple(f"{before}{number}{behind}" for number in numbers)
+
+
+def starred(name: str) -> tuple[str, ...]:
+    """Return the name with stars in place of some of its numbers, fewest stars first.
+
+    "h.0.mlp.2" gives "h.*.mlp.2", "h.0.mlp.*", "h.*.mlp.*".
+    """
+    parts = name.split(".")
+    places = [place for place, part in enumerate(parts) if part.isdecimal()]
+    chosen = (some for count in range(len(places)) for some in combinations(places, count + 1))
+    return tuple(
+        ".".join("*" if place in some else part for place, part in enumerate(parts))
+        for some in chosen
+    )
+
+
+def named(table: Mapping[str, Value], names: Iterable[str]) -> dict[str, Value]:
+    """Return the table's entry for each name, listed itself or with stars; omit other names."""
+    found = (
+        (name, next((n for n in (name, *starred(name)) if n in table), None)) for name in names
+    )
+    return {name: table[listed] for name, listed in found if listed is not None}
+
+
+def is_listed(name: str, listed: Collection[str]) -> bool:
+    """Whether a list has a name, itself or with stars in place of some of its numbers."""
+    return name in listed or any(one in listed for one in starred(name))
 
 
 def split_of(group: list[TensorPlace], splits: Mapping[str, Split]) -> Split | None:

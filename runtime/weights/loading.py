@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 
-from autopar.runtime.model.parts import named, names_of
+from autopar.runtime.model.parts import names_of
 from autopar.runtime.ranks.leaving import say
 from autopar.runtime.ranks.mesh import Axis, Mesh
 from autopar.runtime.ranks.options import StartingWeights
 from autopar.runtime.ranks.randomness import mixed_seed
 from autopar.runtime.ranks.refusal import refuse
 from autopar.runtime.ranks.transport import gathered
-from autopar.runtime.tensor.shards import Split
+from autopar.runtime.tensor.shards import Split, named
 from autopar.runtime.weights.initial_weights import Recipe
 from autopar.runtime.weights.safetensors_weights import (
     load_safetensors,

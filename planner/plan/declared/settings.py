@@ -225,7 +225,7 @@ class DemandOptions(TypedDict, total=False):
     float8: Annotated[str | None, DemandSetting(
         place="float8", field="float8", read=_named(Float8),
         say="float8 {value}", metavar="SCALES", example='"tensorwise"',
-        text="linear layers multiply in float8, by torchao: tensorwise, rowwise, or none (default)",
+        text="linear layers multiply in float8, by torchao: tensorwise, rowwise, mxfp8; else: none",
     )]
     offload: Annotated[str | None, DemandSetting(
         place="offload", field="offloads", read=lambda value, where: (_read_offload(value, where),),

@@ -94,6 +94,7 @@ COMPILED = {"source": "pytorch/torchtitan", "torch_compile": "True"}
         ({}, Float8.NONE),
         ({"dtype": "fp8"}, Float8.TENSORWISE),
         ({"dtype": "fp8", "notes": "quantization float8 rowwise"}, Float8.ROWWISE),
+        ({"dtype": "mxfp8", "notes": "mxfp8_cublas_rceil"}, Float8.MXFP8),
     ],
 )
 def test_float8_has_one_scale_a_tensor_unless_the_text_says_rowwise(
@@ -128,6 +129,8 @@ def test_a_global_batch_that_is_not_stated_is_a_microbatch_of_each_data_rank(
         ({"dtype": "fp8", **COMPILED}, ""),
         ({"dtype": "fp8", **COMPILED, "torch_compile": "False"}, "precision is not modelled"),
         ({"dtype": "fp8", **COMPILED, "notes": "rowwise_with_gw_hp"}, "precision is not modelled"),
+        ({"dtype": "mxfp8", **COMPILED}, ""),
+        ({"dtype": "mxfp8"}, "precision is not modelled"),
         ({"experts": "8"}, "experts, state spaces and latent attention are not modelled"),
         (
             {"model_family": "mixtral"},

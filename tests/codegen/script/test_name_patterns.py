@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.codegen.script.parameter_tables import numbered_tuple, outermost, patterns
-from autopar.runtime.model.parts import expand, is_listed, named, starred
+from autopar.runtime.tensor.shards import expand, is_listed, named, starred
 from tests.cells import examples
 
 PARTS = st.sampled_from(("0", "1", "2", "a", "b"))

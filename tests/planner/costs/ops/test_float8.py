@@ -88,6 +88,44 @@ def test_a_product_runs_at_the_peak_of_float8_and_its_factors_are_cast() -> None
     assert of.cost(up).backward_seconds == pytest.approx(own + learned + cast + added)
 
 
+def test_factors_in_blocks_are_cast_where_they_are_multiplied() -> None:
+    of = prices(Float8.MXFP8, name="b200")
+    up, gate = (linear(of, number) for number in (5, 4))
+    assert of.rates.float8.peak_flops_per_second == 4500e12
+    weight, source, result = WIDE * FFN, ROWS * WIDE, ROWS * FFN
+    product = gemm_seconds(ROWS, FFN, WIDE, rates=of.rates.float8, element_bytes=1)
+    # forward: blocks along the rows of the weight and of the input, which gate and up share: 2
+    # bytes are read and 1 is written
+    assert of.cost(up).forward_seconds == pytest.approx(
+        product + memory_seconds(3 * weight, rates=of.rates.own)
+    )
+    assert of.cost(gate).forward_seconds == pytest.approx(
+        product + memory_seconds(3 * weight + 3 * source, rates=of.rates.own)
+    )
+    # backward: the result's gradient in both directions, the weight and the input along columns
+    own = gemm_seconds(ROWS, WIDE, FFN, rates=of.rates.float8, element_bytes=1)
+    learned = gemm_seconds(
+        WIDE, FFN, ROWS, rates=of.rates.float8, element_bytes=1, contiguous=WIDE | FFN
+    )
+    cast = memory_seconds(6 * result + 3 * weight + 3 * source, rates=of.rates.own)
+    assert of.cost(gate).backward_seconds == pytest.approx(own + learned + cast)
+    # input and weight are saved as in bf16, and their casts exist while the backward runs
+    plain = prices(Float8.NONE, name="b200")
+    assert of.kept(gate).tensors == plain.kept(gate).tensors
+    assert of.float8_bytes(gate, None) == 2 * result + source + weight
+
+
+def test_blocks_of_32_do_not_suit_shards_of_48_rows() -> None:
+    case = ("llama.py", "layers=2", "dim=96", "heads=6", "ffn=192")
+    of = prices(Float8.MXFP8, *case, name="b200")
+    up = linear(of, 5)
+    assert of.float8_bytes(up, None) > 0
+    assert of.float8_bytes(up, letter_along(of, up, "ffn", degree=2)) > 0  # 96 rows each
+    assert of.float8_bytes(up, letter_along(of, up, "ffn", degree=4)) == 0
+    rows = prices(Float8.ROWWISE, *case, name="b200")
+    assert rows.float8_bytes(up, letter_along(rows, up, "ffn", degree=4)) > 0
+
+
 def test_one_scale_for_a_tensor_is_faster_than_one_for_each_row_and_both_than_bf16() -> None:
     plain, rows, tensors = (prices(one) for one in (Float8.NONE, Float8.ROWWISE, Float8.TENSORWISE))
     seconds = [
@@ -153,15 +191,28 @@ def asked(**places: object) -> Constraints:
 def test_devices_without_such_units_are_refused() -> None:
     check_float8(choose_cluster(8, "h100"), asked(float8="tensorwise"))
     check_float8(choose_cluster(8, "a100"), asked(float8="none"))
-    with pytest.raises(InputError, match="a100-80gb-sxm has no units for products in float8"):
-        check_float8(choose_cluster(8, "a100"), asked(float8="tensorwise"))
+    for name in ("b200", "gb200", "b300", "gb300"):
+        check_float8(choose_cluster(8, name), asked(float8="mxfp8"))
+    for name, scales in (("a100", "tensorwise"), ("h100", "mxfp8"), ("mi355x", "mxfp8")):
+        with pytest.raises(InputError, match=rf"{name}.* has no units .* in float8, {scales}"):
+            check_float8(choose_cluster(8, name), asked(float8=scales))
+    with pytest.raises(InputError, match="has them: b200-sxm, gb200, b300-sxm, gb300"):
+        check_float8(choose_cluster(8, "h100"), asked(float8="mxfp8"))
 
 
-@pytest.mark.parametrize("other", [{"compile": "none"}, {"precision": "fp32"}])
-def test_float8_is_compiled_and_in_16_bits(other: dict[str, str]) -> None:
-    assert asked(float8="rowwise").compile == "layers"
-    with pytest.raises(InputError, match=r"float8 rowwise \(--float8\).* exclude each other"):
-        asked(float8="rowwise", **other)
+@pytest.mark.parametrize(
+    ("float8", "other"),
+    [
+        ("rowwise", {"compile": "none"}),
+        ("rowwise", {"precision": "fp32"}),
+        ("mxfp8", {"precision": "fp16"}),  # torchao's kernels take and make bf16 alone
+    ],
+)
+def test_float8_is_compiled_and_in_16_bits(float8: str, other: dict[str, str]) -> None:
+    assert asked(float8=float8).compile == "layers"
+    assert asked(float8="rowwise", precision="fp16").compile == "layers"
+    with pytest.raises(InputError, match=rf"float8 {float8} \(--float8\).* exclude each other"):
+        asked(float8=float8, **other)
 
 
 def test_scripts_have_the_scalings_that_are_priced() -> None:
