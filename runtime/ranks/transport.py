@@ -55,11 +55,16 @@ def gathered(x: Tensor, axis: Axis) -> Tensor:
     return every.view(axis.size, *x.shape)
 
 
-def sum_scattered(stack: Tensor, axis: Axis) -> Tensor:
-    """Return this rank's slice of dim 0, summed over all ranks."""
-    flat = stack.contiguous().view(-1)
-    mine = _waited(_functional.reduce_scatter_tensor(flat, "sum", axis.size, _name(axis)))
-    return mine.view(stack.shape[1:])
+def joined_along_first(x: Tensor, axis: Axis) -> Tensor:
+    """Return every rank's tensor, all of one shape, concatenated along dim 0."""
+    name = _name(axis)
+    return _waited(_functional.all_gather_into_tensor(x.contiguous(), axis.size, name))
+
+
+def sum_scattered(x: Tensor, axis: Axis) -> Tensor:
+    """Return this rank's part of dim 0, summed over all ranks."""
+    name = _name(axis)
+    return _waited(_functional.reduce_scatter_tensor(x.contiguous(), "sum", axis.size, name))
 
 
 def exchanged(stack: Tensor, axis: Axis) -> Tensor:

@@ -24,7 +24,13 @@ from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 
 from autopar.runtime.ranks.mesh import Axis
-from autopar.runtime.ranks.transport import exchanged, exchanged_pieces, gathered, sum_scattered
+from autopar.runtime.ranks.transport import (
+    exchanged,
+    exchanged_pieces,
+    gathered,
+    joined_along_first,
+    sum_scattered,
+)
 
 Parts = tuple[tuple[int, int], ...]
 Ranges = tuple[tuple[int, int], ...]
@@ -182,7 +188,9 @@ def pad_along(x: Tensor, dim: int, shares: Cut, axis: Axis) -> Tensor:
 def gather_along(x: Tensor, dim: int, shares: Cut, axis: Axis) -> Tensor:
     """Return the whole dim, with every rank's slice in its place."""
     if shares.is_even:
-        return _merge(gathered(x, axis), dim)
+        # inductor knows these forms: it can compute a product piece by piece as pieces arrive
+        joined = joined_along_first(x, axis)
+        return torch.cat(joined.chunk(axis.size), dim) if dim else joined
     shapes = [_resized(x, dim, size) for size in shares.sizes]
     return _assemble(exchanged_pieces([x] * axis.size, shapes, axis), dim, shares)
 
@@ -190,7 +198,7 @@ def gather_along(x: Tensor, dim: int, shares: Cut, axis: Axis) -> Tensor:
 def sum_scatter_along(x: Tensor, dim: int, shares: Cut, axis: Axis) -> Tensor:
     """Sum every rank's tensor and keep this rank's slice of a dim."""
     if shares.is_even:
-        return sum_scattered(_split(x, dim, axis.size), axis)
+        return sum_scattered(torch.cat(x.chunk(axis.size, dim)) if dim else x, axis)
     pieces = [pick(x, dim, ranges) for ranges in shares.ranges]
     shape = pieces[axis.rank].shape
     return torch.stack(exchanged_pieces(pieces, [shape] * axis.size, axis)).sum(0, dtype=x.dtype)
