@@ -204,7 +204,7 @@ def loss(file: str, arguments: dict[str, object], choice: dict[str, Any], steps:
         pairs = zip(replicas, parts, strict=True)
         losses.append(sum(one.learn(*part) for one, part in pairs) / len(replicas))
         if outer is not None:
-            outer.follow(step)
+            outer.step_parts(step)
     return sum(losses[-LAST:]) / LAST
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from autopar.commands.doctor import Finding
+from autopar.commands.doctor import CheckedPart
 from autopar.planner.annotate import AnnotatedOp
 from autopar.planner.cluster.detected import DetectedCluster
 from autopar.planner.inspection import Inspection
@@ -30,7 +30,7 @@ PRINTED: dict[str, Any] = {
     "diff": PlanComparison,
     "inspect": Inspection,
     "inspect-ops": list[AnnotatedOp],
-    "doctor": list[Finding],
+    "doctor": list[CheckedPart],
     "cluster-detect": DetectedCluster,
 }
 

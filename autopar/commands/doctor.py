@@ -23,7 +23,7 @@ TRIED_TORCH = (2, 15)  # the latest version that the tests have run with
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class CheckedPart:
     """A part that was examined, and what was found; `fix` is advice, even if nothing is missing."""
 
     name: str
@@ -76,9 +76,9 @@ def doctor(
         raise typer.Exit(ExitCode.NEGATIVE)
 
 
-def examine() -> Iterator[Finding]:
+def examine() -> Iterator[CheckedPart]:
     """Examine this machine, and yield the findings."""
-    yield Finding(
+    yield CheckedPart(
         name="Python",
         found=f"{platform.python_version()} ({sys.executable})",
         is_fine=sys.version_info >= LEAST_PYTHON,
@@ -91,25 +91,25 @@ def examine() -> Iterator[Finding]:
     yield _cache()
 
 
-def _cache() -> Finding:
+def _cache() -> CheckedPart:
     """Return the cache's folder, and the number and size of the entries in it."""
     from autopar.planner.cluster.toml_reading import bytes_text
     from autopar.planner.plan.files.cache import MOST_BYTES, PLACE, cache_folder, cached_sizes
 
     folder = cache_folder()
     if folder is None:
-        return Finding(name="cache", found=f"none, as {PLACE} is empty")
+        return CheckedPart(name="cache", found=f"none, as {PLACE} is empty")
     sizes = cached_sizes(folder)
     entries = "1 entry" if len(sizes) == 1 else f"{len(sizes)} entries"
     found = f"{entries}, {bytes_text(sum(sizes.values()))} of {bytes_text(MOST_BYTES)} in {folder}"
-    return Finding(name="cache", found=found)
+    return CheckedPart(name="cache", found=found)
 
 
-def _torch() -> Finding:
+def _torch() -> CheckedPart:
     import torch
 
     number = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    return Finding(
+    return CheckedPart(
         name="torch",
         found=f"{torch.__version__}, CUDA {torch.version.cuda or 'not built in'}",
         is_fine=number >= LEAST_TORCH,
@@ -133,14 +133,14 @@ def _advice(number: tuple[int, ...]) -> str:
     return ""
 
 
-def _devices() -> Finding:
+def _devices() -> CheckedPart:
     import torch
 
     from autopar.planner.cluster.toml_reading import bytes_text
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not count:
-        return Finding(
+        return CheckedPart(
             name="GPUs",
             found="none",
             fix="plans for other machines need none (--gpus 8 --device h100-sxm); scripts run here "
@@ -148,10 +148,10 @@ def _devices() -> Finding:
         )
     kinds = [torch.cuda.get_device_properties(place) for place in range(count)]
     names = ", ".join(dict.fromkeys(f"{one.name} {bytes_text(one.total_memory)}" for one in kinds))
-    return Finding(name="GPUs", found=f"{count} × {names}")
+    return CheckedPart(name="GPUs", found=f"{count} × {names}")
 
 
-def _process_groups() -> Finding:
+def _process_groups() -> CheckedPart:
     import torch
     import torch.distributed as dist
 
@@ -159,7 +159,7 @@ def _process_groups() -> Finding:
     if torch.cuda.is_available():
         needed["nccl"] = dist.is_nccl_available()
     missing = [name for name, is_there in needed.items() if not is_there]
-    return Finding(
+    return CheckedPart(
         name="process groups",
         found=", ".join(name for name in needed if name not in missing) or "none",
         is_fine=not missing,
@@ -167,7 +167,7 @@ def _process_groups() -> Finding:
     )
 
 
-def _solver() -> Finding:
+def _solver() -> CheckedPart:
     """Solve a program of one variable; return the solver, and whether it worked."""
     import pulp
 
@@ -180,7 +180,7 @@ def _solver() -> Finding:
         is_fine = isinstance(solve(program, most_nodes=100), Solved)
     except AutoparError:
         is_fine = False
-    return Finding(
+    return CheckedPart(
         name="solver",
         found=f"{default_solver()} through PuLP {pulp.VERSION}",
         is_fine=is_fine,

@@ -242,7 +242,7 @@ def analysis_page(plan: StoredPlan, found: Analysis) -> Iterator[RenderableType]
     if found.ranks:
         yield _side_by_side(f"Step {found.profiled_step:,}, which was profiled", found.ranks)
     spread = f"{seconds_text(found.fastest_seconds)} to {seconds_text(found.slowest_seconds)}"
-    lines = "1 step line" if found.lines == 1 else f"{found.lines} step lines"
+    lines = "1 step line" if found.compared_steps == 1 else f"{found.compared_steps} step lines"
     yield Text(f"Medians of {lines}; their steps took {spread}.")
     if found.keeping_seconds is not None:
         yield Text(f"For a checkpoint, steps waited {seconds_text(found.keeping_seconds)}.")

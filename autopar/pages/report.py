@@ -153,7 +153,7 @@ def _measured(run: AnalyzedRun) -> Figure:
     on_planned = "" if found.is_on_planned_device else " It ran on another device than planned for."
     return Figure(
         title="Measured and predicted",
-        text=f"Medians of {found.lines} steps of the run, and the prediction.{on_planned}",
+        text=f"Medians of {found.compared_steps} steps of the run, and the prediction.{on_planned}",
         chart=Chart(
             layers=(
                 marks("bar", rows, encoding, color="var(--c1)"),

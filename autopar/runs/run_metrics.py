@@ -236,7 +236,7 @@ class RunFigure:
 class Analysis:
     """A run compared with its plan, mostly by medians over the step lines after the warm-up."""
 
-    lines: int  # step lines that are compared
+    compared_steps: int  # step lines after the warm-up
     fastest_seconds: float
     slowest_seconds: float
     is_on_planned_device: bool
@@ -293,7 +293,7 @@ def analyze(plan: StoredPlan, lines: Sequence[dict[str, Any]]) -> Analysis | Non
     ]
     profiled = next((o for o in reversed(lines) if o.get("event") == Event.PROFILED), None)
     return Analysis(
-        lines=len(steps),
+        compared_steps=len(steps),
         fastest_seconds=min(seconds),
         slowest_seconds=max(seconds),
         is_on_planned_device=any(one.get("against_plan") is not None for one in steps),

@@ -85,7 +85,7 @@ def printed_argument(
     return rest(value)
 
 
-LOSS = "new_loss"  # the scripts' name for the model file's loss
+LOSS = "compute_loss"  # the scripts' name for the model file's loss
 # argument → the tensor to pass, its layout, and an op that reads it
 _Needs = dict[str, tuple[str, Layout, Op | None]]
 _KEPT = (TensorOrigin.PARAMETER, TensorOrigin.BUFFER)
@@ -300,7 +300,7 @@ def _given(unit: str, body: AvailableValues) -> Iterator[tuple[str, Value]]:
         declared = body.split.modules[record.path].arguments
         while positional and len(positional) <= len(declared):
             last = declared[len(positional) - 1]
-            if last.kind is not last.kind.POSITIONAL_OR_KEYWORD or not last.repeats(positional[-1]):
+            if last.kind.name != "POSITIONAL_OR_KEYWORD" or not last.is_default(positional[-1]):
                 break
             positional.pop()
     yield from (("", value) for value in positional)
@@ -343,7 +343,7 @@ def _is_left_out(name: str, value: Value, unit: str, body: AvailableValues) -> b
         if argument.name == name:
             is_object = isinstance(value, str) and any(objects(value))
             is_unread = is_opened or str(value).endswith("Cache>")
-            return argument.repeats(value) or (
+            return argument.is_default(value) or (
                 argument.default is not None and is_object and is_unread
             )
     return is_opened and is_number(value)  # its printed code contains the number

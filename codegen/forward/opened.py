@@ -148,7 +148,7 @@ def printed_metrics(opening: Opening) -> PrintedMetrics | None:
     if is_whole and not absent:
         return None
     outputs = whole_outputs(builder, result)
-    body = builder.body(call("new_metrics", outputs, text("batch")))
+    body = builder.body(call("compute_metrics", outputs, text("batch")))
     returns = "Mapping[str, Tensor]"
     source = _function_of_outputs("whole_metrics", builder, body, returns=returns, what="metrics")
     return PrintedMetrics(source=source, absent=absent)

@@ -55,7 +55,7 @@ class _Seen:
     draw: NotedDraw
 
 
-class Drawing(TorchDispatchMode):
+class DrawRecorder(TorchDispatchMode):
     """Records every op that advances a generator, in the forward and in recomputation.
 
     `unseeded` is the generators' seed before the script sets one.

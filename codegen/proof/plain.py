@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import IterableDataset, default_collate
 
-from autopar.codegen.proof.draws import Drawing, NotedDraw
+from autopar.codegen.proof.draws import DrawRecorder, NotedDraw
 from autopar.codegen.proof.exactness import (
     ExactMode,
     KeepFloat64,
@@ -333,11 +333,11 @@ def train_alone(task: Task) -> TrainedAlone:
         pairs = zip(replicas, parts, strict=True)
         losses.append(sum(one.learn(*part) for one, part in pairs) / len(replicas))
         if outer is not None:
-            outer.follow(step)
+            outer.step_parts(step)
     parameters = [wide_copies(dict(trained_tensors(one))) for one in models]
     dtype: torch.dtype = getattr(torch, task.dtype)
     batch = cast_batch(next(batches), dtype)
-    with Drawing(unseeded=-1) as drawing, KeepFloat64(dtype):
+    with DrawRecorder(unseeded=-1) as drawing, KeepFloat64(dtype):
         loss_of(replicas[0].model, file, batch, task).backward()  # type: ignore[no-untyped-call]
     first, *others = (
         TrainedAlone(

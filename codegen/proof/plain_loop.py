@@ -177,7 +177,7 @@ def _own_loss(file: ModelFile) -> Source:
     """Return the call of the model file's loss, with the batch's entries that are no tensors."""
     plain = [f"{literal(key)}: {literal(value)}" for key, value in file.plain_entries().items()]
     batch = f"{{{', '.join(['**batch', *plain])}}}" if plain else "batch"
-    return Source(f"new_loss(outputs, {batch})")
+    return Source(f"compute_loss(outputs, {batch})")
 
 
 def _place_of_loss(graph: Graph) -> Source:

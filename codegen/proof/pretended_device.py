@@ -39,7 +39,7 @@ from torch.utils.backend_registration import (
     _setup_privateuseone_for_python_backend,
 )
 
-from autopar.codegen.proof.draws import Drawing, NotedDraw, recompute_draw_faults, settings_of
+from autopar.codegen.proof.draws import DrawRecorder, NotedDraw, recompute_draw_faults, settings_of
 from autopar.codegen.proof.dryrun.watching import FirstStep, run_first_step, sizes_of_numbers
 from autopar.runtime.ranks import mesh
 from autopar.runtime.tensor.shards import put_into
@@ -190,7 +190,7 @@ _ATEN = torch.ops.aten
 _attention = functional.scaled_dot_product_attention
 
 
-class DeviceDrawing(Drawing):  # type: ignore[no-untyped-call]
+class DeviceDrawRecorder(DrawRecorder):  # type: ignore[no-untyped-call]
     """Records every op that draws numbers on the pretended device."""
 
     def __init__(self, device: PretendedDevice) -> None:
@@ -229,7 +229,7 @@ def draws_of(path: Path, device: PretendedDevice) -> tuple[NotedDraw, ...]:
     found: list[NotedDraw] = []
 
     def watched(step: FirstStep, _: None) -> None:
-        with _attention_of_gpus(), DeviceDrawing(device) as drawing:
+        with _attention_of_gpus(), DeviceDrawRecorder(device) as drawing:
             step.take()
         found.extend(drawing.draws(step.parts))
 

@@ -114,7 +114,7 @@ class PlayedOuter:
         self.sent: dict[int, tuple[Tensor, list[Tensor]]] = {}
 
     @torch.no_grad()
-    def follow(self, step: int) -> None:
+    def step_parts(self, step: int) -> None:
         """Take the outer steps that are due after a local step."""
         within = (step - 1) % self.local.every + 1
         ends = [(one + 1) * self.local.every // self.local.parts for one in range(self.local.parts)]

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from autopar.codegen.proof.comparison import RankBlock, RankInHalf, RankTrained
-from autopar.codegen.proof.draws import Drawing
+from autopar.codegen.proof.draws import DrawRecorder
 from autopar.codegen.proof.exactness import (
     ExactMode,
     KeepFloat64,
@@ -56,7 +56,7 @@ class StepRecorder:
 
     def __init__(self, steps: int, clip: Callable[..., Tensor], rank: int) -> None:
         self.steps, self.clip, self.step = steps, clip, 0
-        self.drawing = Drawing(_UNSEEDED + rank)
+        self.drawing = DrawRecorder(_UNSEEDED + rank)
         self.limits: dict[int, float] = {}
         self.norms: list[float] = []
         self.parts: Sequence[nn.Module] = ()

@@ -240,7 +240,7 @@ def float8_call(plan: Plan, subject: PlannedSubject, part: str) -> Source:
         return Source()
     given = [part, "COMPILED", literal(float8.value)]
     if heads := heads_in(compiled_layers(plan, subject), subject):
-        given.append(f"but={literal(heads)}")
+        given.append(f"excluding={literal(heads)}")
     return Source(call("use_float8", *given).laid_out(before=4, indent=4))
 
 

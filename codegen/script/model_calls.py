@@ -81,7 +81,7 @@ def model_calls(
     return ModelCalls(
         imports=_imports(file, sorted(set(classes)), destination),
         functions=Source("\n".join(_functions(file, is_half=is_half, evaluates=evaluates))),
-        loss=Source("new_loss(outputs, batch)" if file.loss else "loss_in(outputs)"),
+        loss=Source("compute_loss(outputs, batch)" if file.loss else "loss_in(outputs)"),
     )
 
 
@@ -151,9 +151,9 @@ def _functions(file: ModelFile, *, is_half: bool, evaluates: bool) -> Iterator[s
     plain = file.plain_entries() if evaluates else NOTHING
     around = "in_float32" if is_half else ""
     if file.loss is not None:
-        yield _bound(file, "loss", "new_loss", around=around, plain=plain)
+        yield _bound(file, "loss", "compute_loss", around=around, plain=plain)
     if evaluates and file.metrics is not None:
-        yield _bound(file, "metrics", "new_metrics", around=around, plain=plain)
+        yield _bound(file, "metrics", "compute_metrics", around=around, plain=plain)
     for name, own in _OPTIONAL.items():
         if getattr(file, name) is not None and (evaluates or name not in _EVALUATING):
             yield _bound(file, name, own)
@@ -302,7 +302,7 @@ def plain_model(plan: Plan, subject: PlannedSubject) -> Source:
     """Return the call `PlainModel(…)`, with all that a loss in plain PyTorch needs."""
     given = ["new_model", "new_batch"]
     if subject.file.loss:
-        given.append("new_loss")
+        given.append("compute_loss")
     if half_buffers(plan):
         given.append("half_buffers=HALF_BUFFERS")
     if plan.graph.own_gradients:
@@ -372,7 +372,7 @@ def _weighing(plan: Plan, subject: PlannedSubject) -> Iterator[str]:
         yield f"microbatches={parts(plan.arrangement)}"
     if subject.file.metrics is not None:
         is_split = opened.metrics is not None
-        whole = "partial(whole_metrics, tensor=mesh.tensor)" if is_split else "new_metrics"
+        whole = "partial(whole_metrics, tensor=mesh.tensor)" if is_split else "compute_metrics"
         yield f"metrics={whole}"
 
 

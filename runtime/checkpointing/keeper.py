@@ -42,7 +42,7 @@ from autopar.runtime.checkpointing.writing import Agreed, plan_digest, said, sna
 from autopar.runtime.data.epochs import epochs_of
 from autopar.runtime.evaluation.evaluating import Evaluated, evaluates_after
 from autopar.runtime.optimizer.gradients import LossScale
-from autopar.runtime.optimizer.outer import meet
+from autopar.runtime.optimizer.outer import average_replicas
 from autopar.runtime.ranks.leaving import say
 from autopar.runtime.ranks.locations import Location
 from autopar.runtime.ranks.mesh import Mesh, stop
@@ -256,7 +256,7 @@ class Keeper:
         """Write a checkpoint: at once, or in the background."""
         assert self._optimizer is not None
         assert self._recipe is not None
-        meet(self._optimizer)
+        average_replicas(self._optimizer)
         self._stop_if_lost(folder, step)
         if (broken := self._broken()) is not None:
             self._refuse_broken(step, broken)

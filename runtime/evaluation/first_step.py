@@ -58,7 +58,7 @@ class PlainModel:
 
     new_model: Callable[[], nn.Module]
     new_batch: Example
-    new_loss: Callable[[Any, Batch], Tensor] | None = None  # None if the model returns its loss
+    compute_loss: Callable[[Any, Batch], Tensor] | None = None  # None if the model returns its loss
     half_buffers: Collection[str] = ()  # names of buffers that a 16-bit training casts
     needs_gradients: bool = False  # the model computes gradients itself, or has hooks on them
 
@@ -72,10 +72,12 @@ class PlainModel:
         parameters = inspect.signature(model.forward).parameters.values()
         named = {one.name for one in parameters if one.kind is not one.VAR_KEYWORD}
         taken = {key: value for key, value in every.items() if key in named}
-        if any(one.kind is one.VAR_KEYWORD for one in parameters) and not (self.new_loss and taken):
+        if any(one.kind is one.VAR_KEYWORD for one in parameters) and not (
+            self.compute_loss and taken
+        ):
             taken = every
         outputs = model(**taken)
-        return loss_in(outputs) if self.new_loss is None else self.new_loss(outputs, batch)
+        return loss_in(outputs) if self.compute_loss is None else self.compute_loss(outputs, batch)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

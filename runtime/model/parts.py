@@ -316,11 +316,11 @@ SCALINGS: Mapping[str, Scaling] = {
 
 
 def use_float8(
-    model: nn.Module, names: Sequence[str], scaling: str, *, but: Collection[str] = ()
+    model: nn.Module, names: Sequence[str], scaling: str, *, excluding: Collection[str] = ()
 ) -> None:
     """Let the nn.Linear modules in the named modules multiply in float8, by torchao.
 
-    Modules in `but`, frozen weights and sizes that do not suit the kernels stay as they are, and so
+    Modules in `excluding`, frozen weights and sizes that do not suit the kernels stay as they are, and so
     does a model in float64, or in a dry run. Call this before `compile_layers`.
     """
     if os.environ.get(DRY_RUN, "").count("/") == 1:

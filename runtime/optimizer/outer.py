@@ -105,7 +105,7 @@ class OuterOptimizer:
         self._finish()
 
     @torch.no_grad()
-    def follow(self, step: int) -> None:
+    def step_parts(self, step: int) -> None:
         """Send the parts whose turn it is after a local step, and step those that were sent."""
         self._are_alike = False
         within = (step - 1) % self._sync_every + 1
@@ -121,7 +121,7 @@ class OuterOptimizer:
             average(list(_running_statistics(self._model_parts)), self.replica)
 
     @torch.no_grad()
-    def meet(self) -> None:
+    def average_replicas(self) -> None:
         """Give all replicas their mean as common parameters, unless they are alike."""
         if not self._are_alike:
             self._receive_all()
@@ -233,10 +233,10 @@ def outer_of(optimizer: Optimizer) -> OuterOptimizer | None:
     return found
 
 
-def meet(optimizer: Optimizer) -> None:
+def average_replicas(optimizer: Optimizer) -> None:
     """Give all replicas the same parameters, if an outer optimizer averages them in parts."""
     if (outer := outer_of(optimizer)) is not None:
-        outer.meet()
+        outer.average_replicas()
 
 
 def parts_of_model(sizes: Mapping[str, int], parts: int) -> dict[str, int]:

@@ -300,16 +300,16 @@ _MARKED = re.compile(rb'"written_by": *"autopar"')
 _OF_A_FILE = re.compile(r"\.[A-Za-z]\w*")
 
 
-def is_named_as_file(text: str, *, but: str = "") -> bool:
+def is_named_as_file(text: str, *, except_ending: str = "") -> bool:
     """Whether a path seems to name a file: w.bin does; llama-3.1 and w.bin/ do not.
 
-    An existing folder is a folder whatever its name is. `but` is an ending to ignore.
+    An existing folder is a folder whatever its name is. `except_ending` is an ending to ignore.
     """
     with suppress(OSError):  # the name is too long
         if text.endswith("/") or ("://" not in text and Path(text).is_dir()):
             return False
     _, dot, ending = text.rpartition("/")[2].rpartition(".")
-    return bool(_OF_A_FILE.fullmatch(dot + ending)) and dot + ending != but
+    return bool(_OF_A_FILE.fullmatch(dot + ending)) and dot + ending != except_ending
 
 
 def refuse_no_file(

@@ -113,7 +113,7 @@ def folder_or_none(text: str) -> str:
 
 def weights_or_none(text: str) -> str:
     """Parse the path of weights: a .safetensors file, a folder, or "none"."""
-    if is_named_as_file(text, but=WEIGHTS_ENDING):
+    if is_named_as_file(text, except_ending=WEIGHTS_ENDING):
         raise ArgumentTypeError(
             f"{text} is the name of a file, and weights are {WEIGHTS_ENDING} files; "
             f"if it is a folder: {text}/"

@@ -153,9 +153,9 @@ def test_a_loss_that_is_nan_on_both_sides_proves_nothing_and_is_told_so(tmp_path
     plan = small_plan(evaluated_small(tmp_path, LOSSES["a mean"], norm=NORMS["Layer"]))
     script = write_script(plan, tmp_path)
     text, own = script.read_text(encoding="utf-8"), "model_file.loss"
-    assert f"new_loss = {own}" in text
-    nan = f"new_loss = lambda *given: {own}(*given) * torch.nan"
-    script.write_text(text.replace(f"new_loss = {own}", nan), encoding="utf-8")
+    assert f"compute_loss = {own}" in text
+    nan = f"compute_loss = lambda *given: {own}(*given) * torch.nan"
+    script.write_text(text.replace(f"compute_loss = {own}", nan), encoding="utf-8")
     (said, *_) = (one.said for one in ran(plan, script, "--check-first-step", "--on-nan", "go-on"))
     assert "note: the first step is not checked: the loss of its first microbatch is nan" in said
     assert "checked: the first loss" not in said

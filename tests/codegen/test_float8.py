@@ -174,7 +174,7 @@ def test_a_script_grows_by_two_lines_and_leaves_the_head_as_it_is(tmp_path: Path
         for one in (Float8.NONE, Float8.ROWWISE)
     )
     added = set(with_float8[2].splitlines()) - set(without[2].splitlines())
-    assert '    use_float8(part, COMPILED, "rowwise", but=("lm_head",))' in added
+    assert '    use_float8(part, COMPILED, "rowwise", excluding=("lm_head",))' in added
     assert len(with_float8[2].splitlines()) <= len(without[2].splitlines()) + 2
 
 

@@ -113,7 +113,7 @@ class Argument:
     annotation: str
     default: str | None
 
-    def repeats(self, value: Value) -> bool:
+    def is_default(self, value: Value) -> bool:
         """Whether a value equals the parameter's default."""
         return self.default is not None and is_number(value) and self.default == repr(value)
 

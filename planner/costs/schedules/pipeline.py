@@ -26,7 +26,7 @@ from autopar.planner.costs.schedules.table import (
     in_flight,
     rank_of,
     schedule_of,
-    settled,
+    with_enough_rounds,
 )
 
 
@@ -162,7 +162,7 @@ def _simulated(
     """
     if is_simulated_whole(kind, shape):
         return _run(kind, shape, stages, transfer_seconds)
-    few = settled(kind, shape)
+    few = with_enough_rounds(kind, shape)
     one_less = replace(few, microbatches=few.microbatches - shape.ranks)
     found = _run(kind, few, stages, transfer_seconds)
     before = _run(kind, one_less, stages, transfer_seconds)
@@ -186,7 +186,7 @@ def is_simulated_whole(kind: ScheduleKind, shape: PipelineShape) -> bool:
     """Whether every microbatch is simulated: there are few, or they do not fill whole rounds."""
     passes = 3 if SCHEDULES[kind].splits_backward else 2
     actions = passes * shape.stages_per_rank * shape.microbatches
-    return settled(kind, shape) == shape or actions <= _MOST_ACTIONS
+    return with_enough_rounds(kind, shape) == shape or actions <= _MOST_ACTIONS
 
 
 def _idle(

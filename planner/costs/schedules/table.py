@@ -198,13 +198,13 @@ def in_flight(kind: ScheduleKind, shape: PipelineShape) -> tuple[int, ...]:
     """
     if shape.ranks == 1:
         return (1,) * shape.stages  # one rank runs one microbatch after the other
-    return _most_at_once(kind, settled(kind, shape))
+    return _most_at_once(kind, with_enough_rounds(kind, shape))
 
 
-def settled(kind: ScheduleKind, shape: PipelineShape) -> PipelineShape:
+def with_enough_rounds(kind: ScheduleKind, shape: PipelineShape) -> PipelineShape:
     """Return the shape with few rounds, if one more round does not make its stages hold more.
 
-    If it does, as with GPipe, return the whole shape.
+    If it does, as with GPipe, return the given shape.
     """
     few = few_rounds(shape)
     if few == shape:
@@ -244,7 +244,7 @@ def rank_moments(kind: ScheduleKind, shape: PipelineShape) -> tuple[Moments, ...
     is_one_peak = shape.stages_per_rank == 1 and not SCHEDULES[kind].splits_backward
     if shape.ranks == 1 or is_one_peak:
         return tuple(map(_at_once, in_flight(kind, shape)))
-    return _along_the_order(kind, settled(kind, shape))
+    return _along_the_order(kind, with_enough_rounds(kind, shape))
 
 
 def _at_once(microbatches: int) -> Moments:

@@ -19,7 +19,7 @@ from autopar.planner.costs.schedules.table import (
     SCHEDULES,
     ScheduleKind,
     forwards_first,
-    settled,
+    with_enough_rounds,
 )
 from autopar.planner.costs.steps.bounds import DataBound, Shared, least_step_seconds
 from autopar.planner.costs.steps.framework import FrameworkConstants, update_seconds
@@ -310,7 +310,9 @@ class StepBound:
         behind = [rank / ranks for rank in range(ranks)]
         shape = PipelineShape(ranks=ranks, stages_per_rank=1, microbatches=microbatches)
         kind = self.arrangement.schedule
-        held = [1.0 - first / ranks for first in forwards_first(kind, settled(kind, shape))]
+        held = [
+            1.0 - first / ranks for first in forwards_first(kind, with_enough_rounds(kind, shape))
+        ]
         gradient = plain.backward_seconds - plain.weight_gradient_seconds
         weights = [
             plain.forward_seconds * forward + gradient * backward

@@ -17,7 +17,7 @@ from autopar.planner.costs.prediction import StagePrediction
 from autopar.planner.costs.schedules.orders import ActionKind, Schedule
 from autopar.planner.costs.schedules.pipeline import pipeline_seconds
 from autopar.planner.costs.schedules.simulation import StageSeconds, Times, simulate
-from autopar.planner.costs.schedules.table import SCHEDULES, schedule_of, settled
+from autopar.planner.costs.schedules.table import SCHEDULES, schedule_of, with_enough_rounds
 from autopar.planner.costs.steps.step import pipeline_shape
 from autopar.planner.errors import InputError
 from autopar.planner.files import Number, Seconds, damaged, read_given, validation_messages
@@ -61,7 +61,7 @@ class Timeline:
 def timeline_of(plan: StoredPlan) -> Timeline:
     """Simulate one step of a plan."""
     kind, whole = plan.arrangement.schedule, pipeline_shape(plan.arrangement)
-    shape, stages = settled(kind, whole), _stage_seconds(plan)
+    shape, stages = with_enough_rounds(kind, whole), _stage_seconds(plan)
     transfers = _transfer_seconds(plan)
     schedule = schedule_of(kind, shape)
     found = simulate(

@@ -130,10 +130,10 @@ class Offers:
         unhidden = self._unhidden(stage, content)
         most = _MOST_PRICED if self.question.shape.stages > 1 else _MOST_PRICED_ALONE
         made: list[Offer] = []
-        settled = float("inf")
+        best_backward = float("inf")
         for place in self._likely(stage, mixes, plain):
             least = self._least_backward(plain, mixes, place, unhidden)
-            if least >= settled or len(made) == most:
+            if least >= best_backward or len(made) == most:
                 break
             offer = self._offer(stage, content, mixes, place)
             if self._fits(stage, offer):
@@ -141,7 +141,7 @@ class Offers:
                     first = least
                 made.append(offer)
                 if offer.least_reduction_seconds <= unhidden.reduction_seconds * (1.0 + _ROUNDING):
-                    settled = min(settled, float(offer.times[1]))
+                    best_backward = min(best_backward, float(offer.times[1]))
         if len(made) == most:
             times = made[0].times.copy()
             times[1] = min(times[1], first)

@@ -42,7 +42,7 @@ def test_the_first_line_of_each_start_is_left_out(plan: Plan) -> None:
     kept = {"event": "kept", "seconds": 3.0}
     lines = [started, line(9.0), line(1.0), kept, line(2.0), started, line(8.0), line(3.0)]
     found = analysis_of(plan, lines)
-    assert (found.lines, found.fastest_seconds, found.slowest_seconds) == (3, 1.0, 3.0)
+    assert (found.compared_steps, found.fastest_seconds, found.slowest_seconds) == (3, 1.0, 3.0)
     assert figure(found, "step").measured == 2.0
     assert figure(found, "samples a second").measured == 8 / 2.0  # rows of a step
     assert found.keeping_seconds == 3.0

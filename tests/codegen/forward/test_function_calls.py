@@ -170,4 +170,4 @@ def test_the_loss_of_the_model_file_is_called_by_the_last_stage(tmp_path: Path) 
     file = load_model_file(str(path))
     plan = plan_for(file, trace(file), (), degrees=(2, 1, 1))
     script = emit(plan, destination=tmp_path / "train.py")
-    assert 'new_loss({"guess": self.second(z), "before": z}, {"x": x, "y": y})' in script
+    assert 'compute_loss({"guess": self.second(z), "before": z}, {"x": x, "y": y})' in script

@@ -28,7 +28,7 @@ Why this plan: this plan has simpler layouts than the fastest one, and its step 
 The fastest plan found takes 34.35 ms, and none of the 20 arrangements is faster than that. In this
 plan, compute + optimizer takes 82% of the step.
 """
-# Written by autopar 0.2.0 (checksum 47624228c8f9b687, plan e8fbd3a2417e3ec1).
+# Written by autopar 0.2.0 (checksum d7acaf7e9741f16b, plan e9ec21c890184c02).
 # Once you edit this file, autopar overwrites it only with --force.
 
 import sys
@@ -78,7 +78,7 @@ from gpt2 import GPT2, SelfAttention
 # What the model file defines, with the arguments of the plan.
 new_model = partial(model_file.build_model, size="124m")
 new_batch = partial(model_file.example_batch, size="124m")
-new_loss = in_float32(model_file.loss)
+compute_loss = in_float32(model_file.loss)
 new_dataset = partial(model_file.build_dataset, size="124m")
 new_optimizer = model_file.build_optimizer
 new_scheduler = model_file.build_scheduler
@@ -133,7 +133,7 @@ class TensorParallelSelfAttention(SelfAttention):
                 q, k, v, dropout_p=self.dropout if self.training else 0.0, is_causal=True
             )
         # from shards of heads to shards of seq
-        y = exchange(y.transpose(1, 2), 2, 1, self.tensor, gather_parts=((12, 1),))
+        y = exchange(y, 1, 2, self.tensor, gather_parts=((12, 1),)).transpose(1, 2)
         y = self.c_proj(y.reshape(batch, local_seq, -1))
         with split_randomness(self.tensor):
             return F.dropout(y, self.dropout, self.training)
@@ -257,7 +257,7 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
     optimizer = build_optimizer([model], new_optimizer, zero=ZERO, mesh=mesh, lr=options.lr)
     scheduler = build_scheduler(new_scheduler, optimizer, steps=options.steps, mesh=mesh)
     if options.check_first_step and keeper.step == 0:
-        plain = PlainModel(new_model, new_batch, new_loss)  # the model on one device
+        plain = PlainModel(new_model, new_batch, compute_loss)  # the model on one device
         data = check_first_step(
             data,
             one_by_one(partial(loss_of, model, tensor=mesh.tensor)),

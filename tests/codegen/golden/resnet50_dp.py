@@ -25,7 +25,7 @@ Memory of the fullest device: 5.299 GiB of 68.8 GiB (8%)
 Why this plan: none of the 12 arrangements is faster; compute + optimizer takes 78% of the step.
 The next best, dp 8, no sharding, takes 15.86 ms (+1.7%): +410.6 us optimizer.
 """
-# Written by autopar 0.2.0 (checksum a42452c22cce9e1d, plan b43f8c61f73ef1a3).
+# Written by autopar 0.2.0 (checksum 19af7ba9180d9707, plan b43f8c61f73ef1a3).
 # Once you edit this file, autopar overwrites it only with --force.
 
 import sys
@@ -65,7 +65,7 @@ import resnet as model_file
 # What the model file defines, with the arguments of the plan.
 new_model = partial(model_file.build_model, size="50")
 new_batch = partial(model_file.example_batch, size="50")
-new_loss = in_float32(model_file.loss)
+compute_loss = in_float32(model_file.loss)
 new_dataset = partial(model_file.build_dataset, size="50")
 new_optimizer = model_file.build_optimizer
 new_scheduler = model_file.build_scheduler
@@ -113,7 +113,7 @@ def build_model(mesh: Mesh, dtype: torch.dtype, seed: int) -> tuple[nn.Module, R
 def loss_of(model: nn.Module, batch: Batch) -> Tensor:
     """Return the mean loss of a microbatch."""
     outputs = model(images=batch["images"])
-    return new_loss(outputs, batch)
+    return compute_loss(outputs, batch)
 
 
 def valid_targets(batch: Mapping[str, Tensor]) -> Tensor:
@@ -165,7 +165,7 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
     optimizer = build_optimizer([model], new_optimizer, zero=ZERO, mesh=mesh, lr=options.lr)
     scheduler = build_scheduler(new_scheduler, optimizer, steps=options.steps, mesh=mesh)
     if options.check_first_step and keeper.step == 0:
-        plain = PlainModel(new_model, new_batch, new_loss)  # the model on one device
+        plain = PlainModel(new_model, new_batch, compute_loss)  # the model on one device
         data = check_first_step(
             data, one_by_one(partial(loss_of, model)), [model], plain, options, mesh
         )

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from autopar.codegen.proof.draws import Drawing, NotedDraw
+from autopar.codegen.proof.draws import DrawRecorder, NotedDraw
 from autopar.runtime.ranks.mesh import Axis
 from autopar.runtime.ranks.randomness import split_randomness
 
@@ -30,7 +30,7 @@ class Holder(nn.Module):
 
 def draws_of(model: nn.Module, x: Tensor) -> tuple[NotedDraw, ...]:
     torch.manual_seed(0)
-    with Drawing(UNSEEDED) as drawing:
+    with DrawRecorder(UNSEEDED) as drawing:
         model(x)
     found: tuple[NotedDraw, ...] = drawing.draws([model])
     return found
@@ -74,7 +74,7 @@ def test_a_layer_that_runs_again_draws_from_the_state_that_it_drew_from() -> Non
     drop = nn.Sequential(nn.Dropout(0.5), nn.Linear(4, 4))
     for kept in (True, False):
         x = torch.ones(2, 4, requires_grad=True)
-        with Drawing(UNSEEDED) as drawing:
+        with DrawRecorder(UNSEEDED) as drawing:
             y = checkpoint(drop, x, use_reentrant=False, preserve_rng_state=kept)
             y.square().sum().backward()
         first, again = drawing.draws([drop])
@@ -84,7 +84,7 @@ def test_a_layer_that_runs_again_draws_from_the_state_that_it_drew_from() -> Non
 
 def test_a_process_that_nothing_has_seeded_is_noticed() -> None:
     torch.manual_seed(UNSEEDED)
-    with Drawing(UNSEEDED) as drawing:
+    with DrawRecorder(UNSEEDED) as drawing:
         functional.dropout(torch.ones(3))
     assert not drawing.draws([])[0].is_seeded
 
@@ -93,7 +93,7 @@ def test_ranks_of_split_tensors_draw_from_other_states_and_their_seeds_are_no_dr
     states = []
     for rank in range(2):
         torch.manual_seed(0)
-        with Drawing(UNSEEDED) as drawing, split_randomness(Axis(rank, 2, None)):
+        with DrawRecorder(UNSEEDED) as drawing, split_randomness(Axis(rank, 2, None)):
             functional.dropout(torch.ones(3))
         seeding, draw = drawing.draws([])
         assert seeding.seeds_a_split

@@ -111,6 +111,6 @@ def test_a_file_that_has_come_meanwhile_is_not_replaced(tmp_path: Path) -> None:
      ("w.safetensors", False), ("s3://b.c/run", False)],
 )  # fmt: skip
 def test_a_place_is_called_a_file_by_its_ending(text: str, is_file: bool, tmp_path: Path) -> None:
-    assert is_named_as_file(text, but=".safetensors") == is_file
+    assert is_named_as_file(text, except_ending=".safetensors") == is_file
     (tmp_path / "there.d").mkdir()
     assert not is_named_as_file(str(tmp_path / "there.d"))

@@ -10,7 +10,7 @@ from autopar.runtime.checkpointing.manifest import Moment
 from autopar.runtime.checkpointing.restoring import note_of_replicas, restore
 from autopar.runtime.data_parallel.wrapping import wrap
 from autopar.runtime.optimizer.building import build_optimizer
-from autopar.runtime.optimizer.outer import OuterOptimizer, meet
+from autopar.runtime.optimizer.outer import OuterOptimizer, average_replicas
 from autopar.runtime.ranks.mesh import start
 from tests.runtime.checkpointing.written import write_checkpoint
 from tests.runtime.processes import run_on_ranks
@@ -44,7 +44,7 @@ class Training:
             self.optimizer.step()
             self.optimizer.zero_grad()
             if self.outer is not None:
-                self.outer.follow(step + 1)
+                self.outer.step_parts(step + 1)
 
     def weights(self) -> dict[str, Tensor]:
         return whole(self.model.named_parameters())
@@ -70,7 +70,7 @@ def go_on(folder: Path, zero: int, parts: int, kept_after: int) -> tuple[str | N
     """
     first = Training(shard=2, zero=zero, every=EVERY * parts, parts=parts)
     first.train(range(kept_after))
-    meet(first.optimizer)
+    average_replicas(first.optimizer)
     _kept(folder, first)
     first.train(range(kept_after, 12))
     again = Training(shard=2, zero=zero, every=EVERY * parts, parts=parts, on_host=True)

@@ -144,11 +144,11 @@ def _streamed(
         learn(model, step - 1, mesh)
         optimizer.step()
         if parts:
-            outer.follow(step)
+            outer.step_parts(step)
         elif step % mesh.sync_every == 0:
             outer.step(step)
     own = whole(model.named_parameters())
-    outer.meet()
+    outer.average_replicas()
     return {**own, **{f"met {name}": one for name, one in whole(model.named_parameters()).items()}}
 
 

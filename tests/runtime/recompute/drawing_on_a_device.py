@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar.codegen.proof.pretended_device import (
     DEVICE,
-    DeviceDrawing,
+    DeviceDrawRecorder,
     MadeOnDevice,
     PretendedDevice,
     pretend,
@@ -61,7 +61,7 @@ def states(mode: Any, call: str, device: PretendedDevice) -> list[tuple[str, str
         torch.set_default_device(None)
         recompute(layer, mode)
         x = torch.ones(2, 4, 16, device=DEVICE, requires_grad=True)
-        with DeviceDrawing(device) as drawing:
+        with DeviceDrawRecorder(device) as drawing:
             out = called(layer, x, call)
             device.draw()
             out.sum().backward()  # type: ignore[no-untyped-call]

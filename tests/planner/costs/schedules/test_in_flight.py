@@ -8,7 +8,7 @@ from autopar.planner.costs.schedules.table import (
     in_flight,
     refusal,
     schedule_of,
-    settled,
+    with_enough_rounds,
 )
 from tests.planner.costs.schedules.orders_read import peak_in_flight, shape_of
 
@@ -51,11 +51,11 @@ def test_a_few_rounds_hold_as_many_as_the_whole_order(kind: ScheduleKind) -> Non
 @pytest.mark.parametrize("kind", [kind for kind in ScheduleKind if kind is not ScheduleKind.GPIPE])
 def test_a_few_rounds_stand_for_many(kind: ScheduleKind) -> None:
     local = 2 if kind is ScheduleKind.ZERO_BUBBLE_V else 1
-    assert settled(kind, shape_of(4, 400, local)) == shape_of(4, 12, local)
+    assert with_enough_rounds(kind, shape_of(4, 400, local)) == shape_of(4, 12, local)
 
 
 def test_gpipe_never_settles() -> None:
-    assert settled(ScheduleKind.GPIPE, shape_of(4, 400)) == shape_of(4, 400)
+    assert with_enough_rounds(ScheduleKind.GPIPE, shape_of(4, 400)) == shape_of(4, 400)
 
 
 def test_zero_bubble_runs_as_many_forwards_first_as_there_are_ranks_behind_and_itself() -> None:

@@ -66,7 +66,7 @@ def test_more_rounds_hold_nothing_that_a_few_do_not(
             continue
         few = rank_moments(kind, shape)
         with monkeypatch.context() as patched:
-            patched.setattr(schedule_moments, "settled", lambda _, shape: shape)
+            patched.setattr(schedule_moments, "with_enough_rounds", lambda _, shape: shape)
             many = rank_moments(kind, shape)
         assert list(map(_fullest, few)) == list(map(_fullest, many)), shape
 
