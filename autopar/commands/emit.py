@@ -100,51 +100,51 @@ def emit_script(
 
     Example: autopar emit out/plan.json -o train.py
     """
-    beside = plan if plan.is_dir() else plan.parent
-    found = with_model(read_plan(plan), beside, model)
+    plan_folder = plan if plan.is_dir() else plan.parent
+    found = with_model(read_plan(plan), plan_folder, model)
     if target is None and (settings or shows or arguments):
         raise InputError("--set, --print and options after -- need --for", fix="--for slurm")
     if target is not None and target in TOOLS:
         if settings or arguments:
             raise InputError(f"--set and options after -- do not go with --for {target}")
-        whole = traced_plan(found, beside, uses_cache=cache)
-        _emit_for_tool(target, whole, output or beside / target, force=force, shows=shows)
+        whole = traced_plan(found, plan_folder, uses_cache=cache)
+        _emit_for_tool(target, whole, output or plan_folder / target, force=force, shows=shows)
         return
     if target is not None:
         if check or standalone:
             raise InputError("--for does not go with --check or --standalone")
-        job = _job(target, found, beside, tuple(settings or ()), tuple(arguments or ()))
+        job = _job(target, found, plan_folder, tuple(settings or ()), tuple(arguments or ()))
         if shows:
             _show(job.files, job.notes)
         else:
-            folder = output if output is not None else beside / job.target
-            whole = traced_plan(found, beside, uses_cache=cache)
+            folder = output if output is not None else plan_folder / job.target
+            whole = traced_plan(found, plan_folder, uses_cache=cache)
             write_job(whole, job.files, folder, model=job.model, force=force)
             _tell_written(job.files, job.notes, folder)
         return
     if standalone:
         if check:
             raise InputError("--check and --standalone do not go together")
-        folder = output if output is not None else beside / "standalone"
+        folder = output if output is not None else plan_folder / "standalone"
         from autopar.codegen.emit import write_standalone
 
-        whole = traced_plan(found, beside, uses_cache=cache)
-        path = write_standalone(whole, folder, beside, force=force)
-        needed = ", ".join(_needed(model_path(model_spec(found, beside))))
+        whole = traced_plan(found, plan_folder, uses_cache=cache)
+        path = write_standalone(whole, folder, plan_folder, force=force)
+        needed = ", ".join(_needed(model_path(model_spec(found, plan_folder))))
         results().print(
             f"Written: {path}\n"
             f"To train on another machine, copy {folder} there, and {needed} into it.",
             soft_wrap=True,
         )
         return
-    path = output if output is not None else beside / FILE_NAME
-    refuse_replacing(path, beside / PLAN_NAME)
+    path = output if output is not None else plan_folder / FILE_NAME
+    refuse_replacing(path, plan_folder / PLAN_NAME)
     if check:
-        _check(path, script_of(found, path, folder=beside, uses_cache=cache).text)
+        _check(path, script_of(found, path, folder=plan_folder, uses_cache=cache).text)
         return
     if not force:
         refuse_overwriting(path)
-    made = script_of(found, path, folder=beside, uses_cache=cache)
+    made = script_of(found, path, folder=plan_folder, uses_cache=cache)
     write_whole(path, made.text, what="the script")
     for note in made.notes:
         print_note(note)
@@ -162,7 +162,7 @@ class PreparedJob:
 
 
 def _job(
-    target: str, plan: StoredPlan, beside: Path, given: Sequence[str], arguments: Sequence[str]
+    target: str, plan: StoredPlan, plan_folder: Path, given: Sequence[str], arguments: Sequence[str]
 ) -> PreparedJob:
     """Return the job of a plan for a scheduler."""
     if target not in TARGETS:
@@ -172,7 +172,7 @@ def _job(
     folder = Path(VOLUME) / name if settings.volume else Path()
     own = script_arguments({}, folder, Start(checkpoints=folder / CHECKPOINTS), arguments)
     metrics = value_given("--metrics", own) or METRICS
-    model = model_path(model_spec(plan, beside))
+    model = model_path(model_spec(plan, plan_folder))
     job = job_of(plan, name, own, metrics=metrics)
     keeps = settings.volume or "://" in (value_given("--checkpoint", own) or "")
     return PreparedJob(

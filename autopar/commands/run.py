@@ -24,9 +24,9 @@ from autopar.runs.launching import (
     End,
     check_rendezvous,
     recorded,
+    run_training,
     script_help,
     torchrun_text,
-    trained,
 )
 from autopar.runs.run_folder import (
     LOGS,
@@ -243,7 +243,7 @@ def run(
     def train() -> End:
         _fill(folder, chosen, start, nodes, text)
         _tell_start(folder, own_start, resume, text, nodes, chosen=chosen if gpus else None)
-        return trained(command, folder, metrics, nodes)
+        return run_training(command, folder, metrics, nodes)
 
     with own_folder(folder, nodes):
         record = _record(chosen.plan, folder, own_start, metrics, text)

@@ -18,7 +18,7 @@ Encoding = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """A chart's marks, in the terms of Vega-Lite; its width is still open."""
+    """A chart's marks, in the terms of Vega-Lite; `svg` draws them in any width."""
 
     layers: tuple[Mapping[str, Any], ...]
     height: int | Mapping[str, int]

@@ -172,7 +172,7 @@ def recorded(folder: Path, record: RunRecord, nodes: Nodes, train: Callable[[], 
     return end
 
 
-def trained(command: Sequence[str], folder: Path, metrics: Path, nodes: Nodes) -> End:
+def run_training(command: Sequence[str], folder: Path, metrics: Path, nodes: Nodes) -> End:
     """Run torchrun for the run in a folder, and return how it ended."""
     seen, since = (metrics.stat().st_size if metrics.is_file() else 0), time.time()
     ended = launch(command)

@@ -223,33 +223,33 @@ class PlanToTrain:
             write_plan(self.plan, self.file)
 
 
-def planned_in_advance(trained: PlanToTrain, devices: int) -> PlanToTrain | None:
+def planned_in_advance(current: PlanToTrain, devices: int) -> PlanToTrain | None:
     """Return a plan of the same training for `devices` devices that was made in advance, or None.
 
-    Its folder has the name of the folder of `trained`, and the number: `out-4` beside `out`.
+    Its folder has the name of the folder of `current`, and the number: `out-4` beside `out`.
     """
-    folder = _ahead(trained, devices)
+    folder = _folder_ahead(current, devices)
     found = _written_in(folder)
-    if found is not None and (unlike := _differences(trained, devices, found)):
+    if found is not None and (unlike := _differences(current, devices, found)):
         print_note(f"the plan in {folder} is not taken: it has another {', another '.join(unlike)}")
         return None
     return found
 
 
-def left_in(folder: Path, trained: PlanToTrain, devices: int, machines: int) -> PlanToTrain | None:
+def left_in(folder: Path, current: PlanToTrain, devices: int, machines: int) -> PlanToTrain | None:
     """Return the plan that an earlier start left in the folder, if it fits this training."""
     found = _written_in(folder)
-    if found is None or _differences(trained, devices, found):
+    if found is None or _differences(current, devices, found):
         return None
     return found if len(found.plan.cluster.nodes) == machines else None
 
 
-def awaited(trained: PlanToTrain, devices: int, folder: Path, machines: int) -> PlanToTrain:
+def awaited(current: PlanToTrain, devices: int, folder: Path, machines: int) -> PlanToTrain:
     """Wait for the first machine's plan in the run's folder, and return it."""
     print_note(f"waiting for the plan for {devices} devices that the first machine makes")
     until = time.monotonic() + _LONGEST_SECONDS
     while time.monotonic() < until:
-        if (found := left_in(folder, trained, devices, machines)) is not None:
+        if (found := left_in(folder, current, devices, machines)) is not None:
             return found
         time.sleep(_POLL_SECONDS)
     raise InputError(
@@ -265,14 +265,14 @@ def _written_in(folder: Path) -> PlanToTrain | None:
     return PlanToTrain.read(folder) if is_there else None
 
 
-def _differences(trained: PlanToTrain, devices: int, found: PlanToTrain) -> list[str]:
+def _differences(current: PlanToTrain, devices: int, found: PlanToTrain) -> list[str]:
     """Return the facts in which a found plan differs from this training on `devices` devices."""
-    facts, needed = _facts(found.plan), {**_facts(trained.plan), "number of devices": devices}
+    facts, needed = _facts(found.plan), {**_facts(current.plan), "number of devices": devices}
     return [word for word, fact in needed.items() if facts[word] != fact]
 
 
-def _ahead(trained: PlanToTrain, devices: int) -> Path:
-    folder = trained.file.parent.resolve()
+def _folder_ahead(current: PlanToTrain, devices: int) -> Path:
+    folder = current.file.parent.resolve()
     return folder.parent / f"{folder.name}-{devices}"
 
 
@@ -287,7 +287,7 @@ def _facts(plan: StoredPlan) -> dict[str, object]:
 
 
 def planned_again(
-    trained: PlanToTrain, devices: int, folder: Path, machines: int = 1
+    current: PlanToTrain, devices: int, folder: Path, machines: int = 1
 ) -> PlanToTrain:
     """Return the best plan of the same training on `devices` devices of `machines` machines.
 
@@ -296,13 +296,13 @@ def planned_again(
     # imported here, because it takes seconds
     from autopar.planning import Request, make_plans, scripted
 
-    plan, beside = trained.plan, trained.file.parent
-    if not is_unchanged(trained.source):
+    plan, beside = current.plan, current.file.parent
+    if not is_unchanged(current.source):
         raise InputError(
             f"the script was changed by hand; a new one for {devices} devices would lack that",
-            where=str(trained.script),
-            fix=f"plan into {_ahead(trained, devices)} (autopar plan … --gpus {devices} -o) and "
-            "change the script there: then it is used",
+            where=str(current.script),
+            fix=f"plan into {_folder_ahead(current, devices)} (autopar plan … --gpus {devices} -o) "
+            "and change the script there: then it is used",
         )
     spec = model_spec(plan, beside)
     check_unchanged(plan, model_path(spec))

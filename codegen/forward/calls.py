@@ -276,7 +276,7 @@ def call_line(unit: str, body: AvailableValues) -> Line:
     results = _pattern(record.result, unit, body)
     positional = [value for name, value in arguments if not name]
     keywords = tuple((name, value) for name, value in arguments if name)
-    draws = [op for op in ops if is_random(op) and not body.opening.cares_for(op, unit)]
+    draws = [op for op in ops if is_random(op) and not body.opening.prints(op, unit)]
     return Line(
         results=results,
         expression=call(_target(unit, body), *positional, keywords=keywords),

@@ -124,13 +124,13 @@ def _open(split: SplitGraph, tree: CallTree, places: dict[str, int], state: _Sta
         for call in tree.chains
         if call in opening.opened and call not in (ROOT, LOSS)
     }
-    _agree(printed, opening)
+    _check_calls_agree(printed, opening)
     stages: tuple[StageClass, ...] = ()
     if ROOT in opening.opened:
         stages = printed_stages(opening, places)
     result = split.graph.calls[ROOT].result
-    sees_to_loss = stages and (stages[-1].returns_loss or split.graph.loss in refs(result))
-    needs_loss = LOSS in opening.opened and not sees_to_loss
+    has_loss = stages and (stages[-1].returns_loss or split.graph.loss in refs(result))
+    needs_loss = LOSS in opening.opened and not has_loss
     loss = printed_loss(opening) if needs_loss else None
     returns_loss = bool(stages) and stages[-1].returns_loss
     metrics = printed_metrics(opening) if split.has_metrics and not returns_loss else None
@@ -220,7 +220,7 @@ def _opening(split: SplitGraph, tree: CallTree, state: _State) -> Opening:
     return opening
 
 
-def _agree(printed: dict[str, PrintedForward], opening: Opening) -> None:
+def _check_calls_agree(printed: dict[str, PrintedForward], opening: Opening) -> None:
     """Raise if the calls of one module need different forwards: one call must be inlined."""
     calls = opening.split.graph.calls
     by_path: dict[str, list[str]] = defaultdict(list)

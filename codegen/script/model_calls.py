@@ -268,7 +268,7 @@ def _fewer_rows(plan: Plan, subject: PlannedSubject) -> Iterator[str]:
     elif least > 1:
         yield f"fewest={least}"
     if not is_whole and (has_batch_norm(plan.graph) or meeting_rows(plan.graph) is not None):
-        yield "repeats=False"
+        yield "may_repeat=False"
 
 
 def _is_of_planned_rows(plan: Plan, subject: PlannedSubject) -> bool:

@@ -174,7 +174,7 @@ _FROM: Mapping[str, str] = MappingProxyType(
         "autopar.runtime.checkpointing": "Keeper",
         "autopar.runtime.model": (
             "ROWS Crossing StagePart compile_layers freeze keep_apart expand use_float8 "
-            "shard_parameters submodules take_classes"
+            "shard_parameters submodules use_classes"
         ),
         "autopar.runtime.optimizer": (
             "LossScale OuterOptimizer adamw build_optimizer build_scheduler clip_by_global_norm "

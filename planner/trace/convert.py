@@ -224,7 +224,7 @@ class _Converter:
         written = self._written(node, target, dict(arguments), scope)
         has_hidden_writes = bool(rule_of(target).updates)
         if differentiable and not has_hidden_writes:
-            self.ledger.learn(written)
+            self.ledger.require_gradients(written)
         self.ops.append(
             Op(
                 name=name,

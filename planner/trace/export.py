@@ -30,9 +30,9 @@ from autopar.planner.trace.replaced_calls import (
     inference_without_gradients,
     loss_of_each_row,
     own_checkpoints_noted,
-    own_weights_alone,
     refuse_call,
     refuse_learning_outside,
+    refused_weight_swaps,
     sliced,
     without_outs,
 )
@@ -127,7 +127,7 @@ def export(
             expressions_noted(),
             grouped_products_traced(),
             inference_without_gradients(),
-            own_weights_alone(),
+            refused_weight_swaps(),
             contextlib.nullcontext() if is_noticed else trace_hidden(),
             saving_noted(recording),
             outside.kept(),  # the exporter replaces containers of modules by copies

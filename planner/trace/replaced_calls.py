@@ -63,7 +63,7 @@ def loss_of_each_row(
 
 
 def sliced(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """Compute `x[…]` so that slices of whole dims become ops, too; None if it has none."""
+    """Compute `x[…]` with an op for each slice of a whole dim; None if no slice takes one whole."""
     if func is not torch.Tensor.__getitem__ or kwargs:
         return None
     x, index = args
@@ -134,13 +134,15 @@ def _plain(node: fx.Node) -> torch._ops.OpOverload | None:
     """Return the overload of an op without the `out` argument."""
     if not isinstance(node.target, torch._ops.OpOverload) or "out" not in node.kwargs:
         return None
-    given = _taken(node.target)
+    given = _inputs_of(node.target)
     packet: Any = node.target.overloadpacket
     overloads = (getattr(packet, name) for name in packet.overloads())
-    return next((one for one in overloads if one is not node.target and _taken(one) == given), None)
+    return next(
+        (one for one in overloads if one is not node.target and _inputs_of(one) == given), None
+    )
 
 
-def _taken(op: torch._ops.OpOverload) -> list[tuple[str, str]]:
+def _inputs_of(op: torch._ops.OpOverload) -> list[tuple[str, str]]:
     arguments = op._schema.arguments
     return [(one.name, str(one.type)) for one in arguments if not one.is_out]
 
@@ -251,18 +253,18 @@ def _is_derived() -> bool:
 
 
 @contextmanager
-def own_weights_alone() -> Iterator[None]:
+def refused_weight_swaps() -> Iterator[None]:
     """Raise in the body if the model runs a module with other weights than its own."""
     plain = stateless._functional_call
 
     @wraps(plain)
-    def asked(*args: Any, **kwargs: Any) -> Any:
+    def checked(*args: Any, **kwargs: Any) -> Any:
         if _is_of_model(sys._getframe(1)):
             found, expected, fix = _SWAPS
             raise TraceError(found, where=calling_place(), expected=expected, fix=fix)
         return plain(*args, **kwargs)
 
-    with patch.object(stateless, "_functional_call", asked):
+    with patch.object(stateless, "_functional_call", checked):
         yield
 
 

@@ -191,7 +191,7 @@ class Ledger:
             counted_by=self.symbols.counter(val.shape, name),
         )
 
-    def learn(self, written: Iterable[str]) -> None:
+    def require_gradients(self, written: Iterable[str]) -> None:
         """Mark the tensors that own the written memory as requiring gradients."""
         for name in (self.tensors[one].storage for one in written):
             if self.tensors[name].origin is TensorOrigin.OP:
@@ -299,7 +299,7 @@ class ModelNames:
 
     def buffers(self, shape: ShapeOf, dtype: TypeOf, written: frozenset[str]) -> tuple[Buffer, ...]:
         """Return every buffer once; `written` are those that the forward changes."""
-        passing = {
+        non_persistent = {
             f"{prefix}.{name}" if prefix else name
             for prefix, module in self._model.named_modules(remove_duplicate=False)
             for name in module._non_persistent_buffers_set
@@ -309,7 +309,7 @@ class ModelNames:
                 name=name,
                 shape=shape(buffer),
                 dtype=dtype(buffer.dtype),
-                persistent=name not in passing,
+                persistent=name not in non_persistent,
                 updated=name in written,
                 narrowed=name in self._narrowed,
             )

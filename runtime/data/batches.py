@@ -199,13 +199,13 @@ def weighed_by_rows(
     new_collate: Callable[[], Collate] | None = None,
     skip: int = 0,
     fewest: int = 1,
-    repeats: bool = True,
+    may_repeat: bool = True,
 ) -> Iterator[Weighed]:
     """Yield this rank's microbatches with the weights of their losses.
 
     `rows` is the number of microbatches in a step, and the rows of each. At the end of an epoch a
     microbatch may have fewer rows, but at least `fewest`. A rank without rows for a microbatch
-    repeats another row with weight 0, if the model allows it (`repeats`). Weights are for a loss
+    repeats another row with weight 0, if the model allows it (`may_repeat`). Weights are for a loss
     that is a mean over rows: if each rank adds up its weighted losses, the mean of these sums over
     ranks is the mean over the step's rows.
     """
@@ -215,7 +215,7 @@ def weighed_by_rows(
         rank=mesh.data.rank,
         microbatches=microbatches,
         fewest=fewest,
-        repeats=repeats,
+        may_repeat=may_repeat,
     )
     epochs = epochs_of(dataset, options, dealing.per_step)
     if dataset is None:

@@ -163,14 +163,14 @@ class Dealing:
     """Distributes the rows of a step over data ranks, as seen from one rank.
 
     `each` is the number of rows in a microbatch, for each data rank; `fewest` is the smallest
-    allowed number. Only if `repeats` is set can a rank get a row with weight 0.
+    allowed number. Only if `may_repeat` is set can a rank get a row with weight 0.
     """
 
     each: tuple[int, ...]
     rank: int
     microbatches: int = 1
     fewest: int = 1
-    repeats: bool = True
+    may_repeat: bool = True
 
     @property
     def block(self) -> int:
@@ -215,10 +215,10 @@ class Dealing:
     def check(self, rows: int) -> None:
         """Exit if a step of `rows` rows cannot be distributed."""
         counts = _counts(self, rows)
-        if counts and (self.repeats or all(counts)):
+        if counts and (self.may_repeat or all(counts)):
             return
         every = len(self.each) * self.microbatches
-        own = "" if self.repeats else ", none of them repeated"
+        own = "" if self.may_repeat else ", none of them repeated"
         refuse(
             f"--last-rows pad: the last step of an epoch has {rows:,} rows, and this plan cannot "
             f"share them out among {every} microbatches of {self.fewest} or more rows{own}",

@@ -50,7 +50,7 @@ class DatasetReading(TypedDict, total=False):
     new_collate: Callable[[], Collate]
     skip: int
     fewest: int
-    repeats: bool
+    may_repeat: bool
 
 
 def read_batches(

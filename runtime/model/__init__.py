@@ -12,7 +12,7 @@ from autopar.runtime.model.parts import (
     keep_apart,
     shard_parameters,
     submodules,
-    take_classes,
+    use_classes,
     use_float8,
 )
 from autopar.runtime.tensor.shards import expand
@@ -27,6 +27,6 @@ __all__ = [
     "keep_apart",
     "shard_parameters",
     "submodules",
-    "take_classes",
+    "use_classes",
     "use_float8",
 ]

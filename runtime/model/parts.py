@@ -166,7 +166,7 @@ def shard_parameters(model: nn.Module, splits: Mapping[str, Split], axis: Axis) 
             put(group, part, local_chunks(tuple(first.shape), split, axis))
 
 
-def take_classes(model: nn.Module, classes: Mapping[str, type[nn.Module]], tensor: Axis) -> None:
+def use_classes(model: nn.Module, classes: Mapping[str, type[nn.Module]], tensor: Axis) -> None:
     """Give modules subclasses of their classes, and the tensor axis as an attribute.
 
     In the names of `classes`, * stands for any number, such as that of a layer.

@@ -48,11 +48,11 @@ class OuterOptimizer:
 
     With several `parts`, each part of the model has outer steps of its own, evenly spread over a
     round of local steps (Streaming DiLoCo, Douillard et al., 2025, arXiv:2501.18512). Its change is
-    sent `delay` steps before, while all replicas train on. The parameters of a replica become p,
-    stepped, plus what the replica has learnt meanwhile.
+    sent `delay` steps before, while all replicas train on. After the outer step, a replica has the
+    new p plus its own change since the sending.
 
-    Each rank of a replica has the outer state of the pieces that its own optimizer steps:
-    `on_host`, in the host's memory, where the outer optimizer steps.
+    Each rank of a replica has the outer state of the pieces that its own optimizer steps. With
+    `on_host`, this state is in the host's memory, and the host computes the outer steps.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class OuterOptimizer:
         self._model_parts, self._optimizer = tuple(model_parts), optimizer
         self._sync_every, self._delay = mesh.sync_every, delay
         self._link = HostLink(mesh.device) if on_host else None
-        self._common = [nn.Parameter(self._home(one)) for one in self._values()]
+        self._common = [nn.Parameter(self._kept_copy(one)) for one in self._values()]
         targets = map(id, self._targets())
         self._common_of = dict(zip(targets, self._common, strict=True))
         stepped = self._common or [nn.Parameter(torch.empty(0, device=mesh.device))]
@@ -84,7 +84,9 @@ class OuterOptimizer:
         if momentum:  # from the start, so that memory that is too small shows before the first step
             for one in stepped:
                 self._sgd.state[one]["momentum_buffer"] = torch.zeros_like(one)
-        self._turns = [list(range(len(self._common)))] if parts == 1 else self._cut(parts, mesh)
+        self._turns = (
+            [list(range(len(self._common)))] if parts == 1 else self._tensors_of_parts(parts, mesh)
+        )
         self._sending = mesh.replica if parts == 1 else replicas_apart(mesh)
         self._sent: list[_Sent] = []
         self._are_alike = True
@@ -152,7 +154,7 @@ class OuterOptimizer:
             part.view(common.shape).copy_(common)
         change.sub_(values)
         if self._link is not None and self._delay:
-            values = self._home(values)
+            values = self._kept_copy(values)
         return _Sent(numbers=numbers, values=values, change=ComingSum(change, self._sending))
 
     def _receive(self, sent: _Sent) -> None:
@@ -161,7 +163,7 @@ class OuterOptimizer:
         mean = sent.change.value().div_(self.replica.size)
         values = sent.values.to(mean.device)
         if self._link is not None:
-            mean = self._home(mean)
+            mean = self._kept_copy(mean)
         for common, gradient in zip(held, torch.split(mean, sizes), strict=True):
             common.grad = gradient.view(common.shape)
         self._sgd.step()
@@ -177,7 +179,7 @@ class OuterOptimizer:
         self._sent = []
         spread_values(self._optimizer)
 
-    def _home(self, value: Tensor) -> Tensor:
+    def _kept_copy(self, value: Tensor) -> Tensor:
         """Return a copy in the memory of the outer state."""
         if self._link is None:
             return value.clone()
@@ -192,7 +194,7 @@ class OuterOptimizer:
         average(list(_running_statistics(self._model_parts)), self.replica)
         spread_values(self._optimizer)
 
-    def _cut(self, parts: int, mesh: Mesh) -> list[list[int]]:
+    def _tensors_of_parts(self, parts: int, mesh: Mesh) -> list[list[int]]:
         """Return the numbers of this rank's tensors in each part of the model."""
         names, sizes = dict[int, str](), dict[str, int]()
         for part in self._model_parts:

@@ -206,10 +206,12 @@ def _addresses_towards(host: str, port: int) -> tuple[str, str]:
 def _address_seen_by_others(store: Store, place: ProcessPlace, timeout: timedelta) -> str:
     """Return the first node's address as others see it; "" if no node writes one."""
     deadline = time.monotonic() + timeout.total_seconds()
-    alike = store.add(_LOOPBACK, int(place.local_rank == 0))
-    while alike < place.nodes and not store.check([_FIRST]) and time.monotonic() < deadline:
+    seeing_loopback = store.add(_LOOPBACK, int(place.local_rank == 0))
+    while (
+        seeing_loopback < place.nodes and not store.check([_FIRST]) and time.monotonic() < deadline
+    ):
         time.sleep(_POLL_SECONDS)
-        alike = store.add(_LOOPBACK, 0)
+        seeing_loopback = store.add(_LOOPBACK, 0)
     return store.get(_FIRST).decode() if store.check([_FIRST]) else ""
 
 

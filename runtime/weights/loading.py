@@ -84,7 +84,7 @@ def load_weights(
     check_same(recipe.digests(), mesh)
 
     @cache
-    def ask() -> SavedForm | None:
+    def saved_form() -> SavedForm | None:
         try:
             return recipe.saved_form()
         except UnsavableError as error:
@@ -93,7 +93,7 @@ def load_weights(
             return None
 
     if weights is not None:
-        note_unused(weights.files, recipe.shapes, mesh, ask)
+        note_unused(weights.files, recipe.shapes, mesh, saved_form)
     left: list[str] = []
     for part in parts:
         own = named(splits, names_of(part))
@@ -105,7 +105,7 @@ def load_weights(
                 mesh.tensor,
                 device=mesh.device,
                 may_lack=weights.may_lack,
-                ask=ask,
+                saved_form=saved_form,
             )
         recipe.materialise(part, own, mesh.tensor, mesh.device)
     note_left(left, mesh)

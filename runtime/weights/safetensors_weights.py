@@ -37,17 +37,17 @@ def load_safetensors(
     device: torch.device,
     dtype: torch.dtype | None = None,
     may_lack: Sequence[str] = (),
-    ask: Callable[[], SavedForm | None] = lambda: None,
+    saved_form: Callable[[], SavedForm | None] = lambda: None,
 ) -> list[str]:
     """Fill a model on meta with this rank's part of every parameter that the files have.
 
-    The files have the model's names, or those of its `save_pretrained`, whose form `ask` returns.
+    The files have the model's names, or those that `save_pretrained` writes (see `saved_form`).
     Buffers are filled if the files have them; the rest is left to Recipe.materialise. Returns the
     names of parameters that the files lack, or have in another shape; `may_lack` has to allow this.
     """
     left = list[str]()
     with ExitStack() as files:
-        stored = stored_model(folder, files, ask)
+        stored = stored_model(folder, files, saved_form)
         found = [
             _FoundTensor.of(model, group, stored, may_lack)
             for group in group_aliases(places(model))
@@ -134,13 +134,13 @@ def note_unused(
     folder: Location,
     names: Collection[str],
     mesh: Mesh,
-    ask: Callable[[], SavedForm | None] = lambda: None,
+    saved_form: Callable[[], SavedForm | None] = lambda: None,
 ) -> None:
     """Print on the first rank which tensors in the files do not belong to the model."""
     if mesh.rank != 0:
         return
     with ExitStack() as files:
-        stored = stored_model(folder, files, ask)
+        stored = stored_model(folder, files, saved_form)
         unused = stored.unused(names)
     if unused:
         say(
@@ -150,10 +150,12 @@ def note_unused(
 
 
 def stored_model(
-    folder: Location, files: ExitStack, ask: Callable[[], SavedForm | None]
+    folder: Location, files: ExitStack, saved_form: Callable[[], SavedForm | None]
 ) -> StoredModel:
     """Open the files of a model's weights."""
-    return StoredModel(stored=dict(_open(folder, files)), ask=ask, is_folder=not folder.is_file())
+    return StoredModel(
+        stored=dict(_open(folder, files)), saved_form=saved_form, is_folder=not folder.is_file()
+    )
 
 
 def _open(folder: Location, files: ExitStack) -> Iterator[tuple[str, Any]]:

@@ -206,9 +206,9 @@ def test_options_of_the_usual_optimizer_are_those_of_its_settings(tmp_path: Path
 
 def test_code_for_the_planned_rows_alone_says_so(tmp_path: Path) -> None:
     whole = write_script(planned("norm", 11, "dp2 whole", 8), tmp_path, force=True).read_text()
-    assert "repeats=False" in whole  # a row that counts 0 would be in the statistics
+    assert "may_repeat=False" in whole  # a row that counts 0 would be in the statistics
     free = write_script(planned("targets", 11, "pp2 tp2", 8), tmp_path, force=True).read_text()
-    assert "repeats=" not in free
+    assert "may_repeat=" not in free
     assert "fewest=" not in free
     assert "Crossing((ROWS, " in free
 

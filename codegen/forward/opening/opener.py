@@ -21,10 +21,10 @@ from autopar.codegen.forward.opening.opening import (
     Opening,
     calls_given_none,
     calls_missing_state,
+    has_split_row_count,
     is_changed,
     is_of_rows,
     is_split_random,
-    takes_own_rows,
     whole_sizes,
 )
 from autopar.codegen.forward.reading.forward_source import LOSS, ROOT, CallTree, common
@@ -42,8 +42,8 @@ def mistakes_sizes(call: str, ops: Sequence[Op], opening: Opening) -> bool:
     """Whether a call's unchanged code may take a shard's size for a whole size, or the reverse."""
     if _takes_sizes_of_parts(call, ops, opening):
         return True
-    is_told = any(takes_own_rows(op, opening.split) for op in ops)
-    return is_told and not _has_own_rows_alone(call, opening)
+    has_count = any(has_split_row_count(op, opening.split) for op in ops)
+    return has_count and not _has_own_rows_alone(call, opening)
 
 
 def _takes_sizes_of_parts(call: str, ops: Sequence[Op], opening: Opening) -> bool:
@@ -72,7 +72,7 @@ def may_read_parts(ops: Sequence[Op], split: SplitGraph) -> bool:
     parts = {layout.axis for layout in layouts if is_split(layout)}
     if not parts:
         return False
-    has_numbers = any(counts_rows(op) or takes_own_rows(op, split) for op in ops)
+    has_numbers = any(counts_rows(op) or has_split_row_count(op, split) for op in ops)
     has_constants = not parts <= split.row_axes and any([*numbers(op)] for op in ops)
     return has_numbers or has_constants or _shapes_parts(ops, parts, split)
 

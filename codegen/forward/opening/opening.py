@@ -33,7 +33,7 @@ def calls_missing_state(opening: Opening) -> list[str]:
     calls = tree.graph.calls
     found: dict[str, None] = {}
     for call, chain in tree.chains.items():
-        if _is_printed(tree.hidden(call), opening) or _finds_left(call, opening):
+        if _is_printed(tree.hidden(call), opening) or _may_read_left_state(call, opening):
             found[call] = None
         if len(chain) < 3:
             continue
@@ -54,7 +54,7 @@ def _is_function(call: str, tree: CallTree) -> bool:
     return call != LOSS and tree.graph.calls[call].is_function
 
 
-def _finds_left(call: str, opening: Opening) -> bool:
+def _may_read_left_state(call: str, opening: Opening) -> bool:
     """Whether a call may read or remove state that printed inner code no longer stores."""
     calls, tree, printed = opening.tree.graph.calls, opening.tree, opening.printed
     if call != LOSS and calls[call].left is StateChange.FOR_A_WHILE:
@@ -116,7 +116,7 @@ class Opening:
         """Whether an op runs in a module that is called as it is."""
         return self.scope(op) not in self.opened
 
-    def cares_for(self, op: Op, call: str) -> bool:
+    def prints(self, op: Op, call: str) -> bool:
         """Whether a printed forward inside `call` runs an op, and handles its random numbers."""
         chain = self.tree.chain(op)
         return any(inner in self.opened for inner in chain[chain.index(call) :])
@@ -174,14 +174,14 @@ def is_changed(op: Op, split: SplitGraph) -> bool:
     )
 
 
-def takes_own_rows(op: Op, split: SplitGraph) -> bool:
+def has_split_row_count(op: Op, split: SplitGraph) -> bool:
     """Whether an op's arguments contain a size that is split along the batch's rows.
 
     Code that reads the size from a tensor with the same share needs no change.
     """
     layout = split.ops.get(op.name)
-    is_told = layout is not None and size_in_arguments(op, layout) is not None
-    return is_told and is_of_rows(split.made(op.outputs[0]), split)
+    has_size = layout is not None and size_in_arguments(op, layout) is not None
+    return has_size and is_of_rows(split.made(op.outputs[0]), split)
 
 
 def splits_rows(split: SplitGraph) -> bool:
@@ -203,8 +203,8 @@ def whole_sizes(op: Op, split: SplitGraph) -> Iterator[Dim]:
     sizes = argument(op, rule.sizes)
     layout = split.made(op.outputs[0])
     for number, dim in enumerate(split.axes.dims[op.outputs[0]]):
-        is_told = not isinstance(sizes, tuple) or sizes[number] != -1  # no sizes: a new tensor
-        if is_told and not (is_split(layout) and layout.dim == number):
+        has_size = not isinstance(sizes, tuple) or sizes[number] != -1  # no sizes: a new tensor
+        if has_size and not (is_split(layout) and layout.dim == number):
             yield dim
 
 

@@ -49,10 +49,10 @@ class LayerParameters:
     parameter_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
-    replicated_gradient_bytes: int
-    whole_gradient_bytes: int
-    thin_gradient_bytes: int
-    float8_weights: tuple[tuple[int, int], ...]
+    replicated_gradient_bytes: int  # all-reduced over the tensor axis
+    whole_gradient_bytes: int  # of these and of tied weights: never compressed
+    thin_gradient_bytes: int  # of the other gradients, compressed by PowerSGD
+    float8_weights: tuple[tuple[int, int], ...]  # (rows, elements) of each
     waiting_gradient_bytes: int
 
 
@@ -138,14 +138,14 @@ class Recomputed:
     conversions: tuple[LayerConversion, ...] = ()
 
 
-def run_again(flow: LayerFlow, mode: Recompute) -> Recomputed:
+def recomputed_ops(flow: LayerFlow, mode: Recompute) -> Recomputed:
     """Return what runs again in a mode: nothing, the ops between saved ones, or the forward."""
     if not mode.runs_again:
         return Recomputed()
-    return called_again(flow) if mode.saved_ops is None else _between_saved(flow, mode)
+    return fully_recomputed_ops(flow) if mode.saved_ops is None else _between_saved(flow, mode)
 
 
-def called_again(flow: LayerFlow) -> Recomputed:
+def fully_recomputed_ops(flow: LayerFlow) -> Recomputed:
     """Return what a full recompute runs: PyTorch stops at the last tensor that the backward needs.
 
     An op saves its operands before it runs. So if the last op that saves anything (such as a

@@ -29,8 +29,8 @@ from autopar.planner.costs.layers.flow import (
     layer_flow,
     layer_parameters,
     learned_elements,
+    recomputed_ops,
     result_bytes,
-    run_again,
     working_bytes,
 )
 from autopar.planner.costs.ops.pricer import OpPricer
@@ -259,7 +259,7 @@ def _cost(
     *,
     output_bytes: int,
 ) -> LayerCost:
-    again = run_again(flow, mode)
+    again = recomputed_ops(flow, mode)
     recompute = _forward(flow, again) if mode.runs_again else 0.0
     whole, host = Recomputed(ops=flow.ops, conversions=flow.conversions), flow.pricer.host
     return LayerCost(

@@ -292,13 +292,13 @@ class PiecedTensor:
 class StoredModel:
     """Finds a model's tensors in files, by what `save_pretrained` would write for each.
 
-    In a folder, a name means what `save_pretrained` writes under it, even if the model has that
-    name, too: the file's tensor may be transposed. In a single file, a name that the model has
-    means the model's tensor.
+    A name may be one of the model's tensors and one that `save_pretrained` writes, with different
+    contents (one transposed, say). In a folder it is read as the latter, in a single file as the
+    former.
     """
 
     stored: Mapping[str, Any]  # the open file of each tensor
-    ask: Callable[[], SavedForm | None]
+    saved_form: Callable[[], SavedForm | None]  # traces `save_pretrained`; None if it cannot
     is_folder: bool
 
     def source(self, names: Sequence[str]) -> Any:
@@ -331,7 +331,7 @@ class StoredModel:
 
     @cached_property
     def _form(self) -> SavedForm | None:
-        return self.ask()
+        return self.saved_form()
 
     @cached_property
     def _saved(self) -> frozenset[str]:

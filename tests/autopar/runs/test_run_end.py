@@ -12,7 +12,7 @@ import pytest
 
 from autopar.planner.errors import ExitCode
 from autopar.planner.plan.files.document import FILE_NAME
-from autopar.runs.launching import ProcessEnd, trained
+from autopar.runs.launching import ProcessEnd, run_training
 from autopar.runs.run_folder import Nodes
 from autopar.runs.run_record import RunState, read_record
 from autopar.runtime.ranks import leaving, refusal
@@ -95,7 +95,7 @@ def test_what_ranks_leave_tells_why_and_with_which_code(
     why: str,
 ) -> None:
     launching(monkeypatch, tmp_path, left, code=1)
-    end = trained([], tmp_path, tmp_path / "metrics.jsonl", Nodes())
+    end = run_training([], tmp_path, tmp_path / "metrics.jsonl", Nodes())
     assert (end.state, end.code, end.why) == (RunState.FAILED, ExitCode(code), why)
     for log in tmp_path.rglob("*.log"):
         assert stat.S_IMODE(log.stat().st_mode) == 0o600
@@ -107,11 +107,11 @@ def test_a_training_that_did_not_train_has_failed(
     metrics = tmp_path / "metrics.jsonl"
     for lines in ("", '{"event": "started"}\n', '{"step": 3}\n'):
         launching(monkeypatch, tmp_path, {"metrics.jsonl": lines}, code=0)
-        end = trained([], tmp_path, metrics, Nodes())
+        end = run_training([], tmp_path, metrics, Nodes())
         assert (end.state, end.code) == (RunState.FAILED, ExitCode.TRAINING_FAILED)
         metrics.unlink()
     launching(monkeypatch, tmp_path, {"metrics.jsonl": '{"event": "finished"}\n'}, code=0)
-    assert trained([], tmp_path, metrics, Nodes()).state is RunState.FINISHED
+    assert run_training([], tmp_path, metrics, Nodes()).state is RunState.FINISHED
 
 
 def test_another_machine_believes_torchrun_where_it_sees_no_metrics(
@@ -120,7 +120,7 @@ def test_another_machine_believes_torchrun_where_it_sees_no_metrics(
     nodes = Nodes(count=2, rank=1, address="host")
     for code, state in ((0, RunState.FINISHED), (1, RunState.FAILED)):
         launching(monkeypatch, tmp_path, {}, code=code)
-        assert trained([], tmp_path, tmp_path / "nowhere", nodes).state is state
+        assert run_training([], tmp_path, tmp_path / "nowhere", nodes).state is state
 
 
 def test_a_rank_leaves_its_verdict_beside_its_logs_without_passwords(

@@ -51,7 +51,7 @@ def _imported(module: str) -> ModuleType:
     return sys.modules.get(module) or importlib.import_module(module)
 
 
-def take_classes(
+def use_classes(
     model: nn.Module, classes: Sequence[OpenedClass], found: Mapping[str, Any], axis: Any = None
 ) -> None:
     """Have the instances take their printed classes."""
@@ -102,7 +102,7 @@ def stage_modules(
     parts = []
     for stage in opened.stages:
         part = copy.copy(model)
-        take_classes(part, [stage.cls], found, axis)
+        use_classes(part, [stage.cls], found, axis)
         for key, value in stage.bounds:
             setattr(part, key, value)
         parts.append(part)

@@ -20,7 +20,7 @@ from tests.codegen.forward.running import (
     namespace,
     stage_modules,
     staged_loss,
-    take_classes,
+    use_classes,
 )
 from tests.planner.subjects import zoo_file
 
@@ -38,7 +38,7 @@ def rank_result(
     splits = {key: Split(dim=dim, parts=parts) for key, (dim, parts) in cuts.items()}
     found: dict[str, Any] = namespace(opened)
     roots = [stage.cls for stage in opened.stages] if len(opened.stages) == 1 else []
-    take_classes(model, (*opened.classes, *roots), found, axis)
+    use_classes(model, (*opened.classes, *roots), found, axis)
     shard_parameters(model, splits, axis)
     if len(opened.stages) > 1:
         loss = staged_loss(file, stage_modules(model, opened, found, axis), opened, batch)

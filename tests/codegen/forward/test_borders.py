@@ -14,7 +14,7 @@ from autopar.codegen.forward.reading.modules import modules_of
 from autopar.codegen.forward.reading.split import split_graph
 from autopar.planner.errors import InputError
 from autopar.planner.trace import trace
-from tests.codegen.forward.running import namespace, take_classes
+from tests.codegen.forward.running import namespace, use_classes
 from tests.codegen.forward.small_models import (
     Keying,
     Listing,
@@ -36,7 +36,7 @@ def printed(kind: Callable[[], nn.Module], calls: list[str]) -> tuple[nn.Module,
     changed = copy.deepcopy(model)
     classes = (*opened.classes, *(stage.cls for stage in opened.stages))
     assert classes
-    take_classes(changed, classes, namespace(opened))
+    use_classes(changed, classes, namespace(opened))
     return model, changed
 
 
@@ -99,7 +99,7 @@ def test_a_stage_of_a_model_that_is_a_list_runs_its_own_layers_alone() -> None:
     opened = open_split(split, [count - 2, 2])
     first, last = (copy.deepcopy(model) for _ in range(2))
     for part, stage in zip((first, last), opened.stages, strict=True):
-        take_classes(part, [stage.cls], namespace(opened))
+        use_classes(part, [stage.cls], namespace(opened))
         for key, value in stage.bounds:
             setattr(part, key, value)
     crossing = first(ids=IDS)

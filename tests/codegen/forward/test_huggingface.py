@@ -14,7 +14,7 @@ from autopar.codegen.forward.reading.split import split_graph
 from autopar.planner.model.model_file import ModelFile
 from autopar.planner.trace.build import checked_loss
 from tests.cells import cells
-from tests.codegen.forward.running import namespace, stage_modules, staged_loss, take_classes
+from tests.codegen.forward.running import namespace, stage_modules, staged_loss, use_classes
 from tests.planner.huggingface.families import FAMILIES
 from tests.planner.huggingface.family import Family
 from tests.planner.subjects import family_graph, zoo_file
@@ -49,7 +49,7 @@ def test_opened_attentions_take_the_mask_that_training_hands_them(name: str) -> 
     opened = open_split(split, [len(split.layers.layers)], opened=attentions)
     batch = float64_rows(name)
     expected = checked_loss(model(**batch))
-    take_classes(model, opened.classes, namespace(opened))
+    use_classes(model, opened.classes, namespace(opened))
     assert not any("attn_mask=" in cls.source for cls in opened.classes)
     torch.testing.assert_close(checked_loss(model(**batch)), expected, rtol=1e-12, atol=1e-12)
 
@@ -67,7 +67,7 @@ def check_loss(name: str, stages: int, *, opened: list[str]) -> OpenedSource:
     torch.manual_seed(2)  # dropout draws the same numbers in the same order
     expected = checked_loss(copy.deepcopy(model)(**batch))
     found = namespace(result)
-    take_classes(model, result.classes, found)
+    use_classes(model, result.classes, found)
     torch.manual_seed(2)
     loss = staged_loss(no_loss(), stage_modules(model, result, found), result, batch)
     torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)

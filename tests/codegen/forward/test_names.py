@@ -14,7 +14,7 @@ from autopar.codegen.forward.reading.modules import modules_of
 from autopar.codegen.forward.reading.split import split_graph
 from autopar.codegen.text.expressions import comment, identifier, is_identifier, string
 from autopar.planner.trace import trace
-from tests.codegen.forward.running import namespace, take_classes
+from tests.codegen.forward.running import namespace, use_classes
 from tests.codegen.forward.small_models import Hostile, file_of
 
 
@@ -24,7 +24,7 @@ def test_hostile_names_of_modules_and_parameters_stay_names() -> None:
     split = split_graph(trace(file), modules_of(model))
     opened = open_split(split, [len(split.layers.layers)], opened=[""])
     printed = copy.deepcopy(model)
-    take_classes(printed, [stage.cls for stage in opened.stages], namespace(opened))
+    use_classes(printed, [stage.cls for stage in opened.stages], namespace(opened))
     ids = torch.arange(8).reshape(2, 4)
     torch.testing.assert_close(printed(ids), model(ids), rtol=0, atol=0)
 

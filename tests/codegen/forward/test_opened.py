@@ -16,7 +16,7 @@ from tests.codegen.forward.running import (
     namespace,
     original,
     result,
-    take_classes,
+    use_classes,
     zoo_modules,
 )
 from tests.planner.subjects import ZOO_MODELS, zoo_file, zoo_graph
@@ -32,7 +32,7 @@ def check_equal(name: str, opened: OpenedSource) -> None:
     """Compare a model that took printed classes with the original."""
     before, expected = original(name)
     model, file = copy.deepcopy(before), zoo_file(name)
-    take_classes(model, (*opened.classes, *(s.cls for s in opened.stages)), namespace(opened))
+    use_classes(model, (*opened.classes, *(s.cls for s in opened.stages)), namespace(opened))
     batch = float64_batch(file)
     assert_same(result(model, lambda: loss_of(file, model, batch)), expected)
 

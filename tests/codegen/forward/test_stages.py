@@ -29,7 +29,7 @@ from tests.codegen.forward.running import (
     result,
     stage_modules,
     staged_loss,
-    take_classes,
+    use_classes,
     zoo_modules,
 )
 from tests.codegen.forward.small_models import Adding, AddingToViews, Denoising, Masking, file_of
@@ -53,7 +53,7 @@ def run_stages(name: str, opened: OpenedSource, *arguments: str, drop: bool = Fa
     file, found = zoo_file(name, *arguments), namespace(opened)
     batch = float64_batch(file)
     whole = copy.deepcopy(before)
-    take_classes(whole, opened.classes, found)
+    use_classes(whole, opened.classes, found)
     parts = stage_modules(whole, opened, found)
     if drop:
         names = [set(stage.modules) for stage in opened.stages]

@@ -15,7 +15,7 @@ from autopar.codegen.forward.reading.modules import modules_of
 from autopar.codegen.forward.reading.split import split_graph
 from autopar.codegen.forward.targets import weighed_terms
 from autopar.planner.trace import trace
-from tests.codegen.forward.running import namespace, take_classes, zoo_modules
+from tests.codegen.forward.running import namespace, use_classes, zoo_modules
 from tests.codegen.forward.small_models import Shifted, file_of
 from tests.planner.subjects import zoo_graph
 
@@ -189,7 +189,7 @@ def test_a_loss_of_several_means_counts_and_weighs_each() -> None:
     ids = torch.tensor([[7, 3, 0, 4], [7, 3, 2, 1]])
     assert found["valid_targets"]({"ids": ids}).tolist() == [6, 2]
     model = file.build_model()
-    take_classes(model, [stage.cls for stage in opened.stages], found)
+    use_classes(model, [stage.cls for stage in opened.stages], found)
     weights = torch.tensor([3.0, 5.0])
     logits = model.embed(ids)
     by_token = functional.cross_entropy(logits.flatten(0, 1), ids.flatten() % 4, ignore_index=0)

@@ -28,7 +28,7 @@ Why this plan: this plan has simpler layouts than the fastest one, and its step 
 The fastest plan found takes 34.35 ms, and none of the 20 arrangements is faster than that. In this
 plan, compute + optimizer takes 82% of the step.
 """
-# Written by autopar 0.2.0 (checksum d7acaf7e9741f16b, plan e9ec21c890184c02).
+# Written by autopar 0.2.0 (checksum 82d3ca04098e5c43, plan e9ec21c890184c02).
 # Once you edit this file, autopar overwrites it only with --force.
 
 import sys
@@ -46,7 +46,7 @@ from autopar.runtime.checkpointing import Keeper
 from autopar.runtime.data import Batch, Weighed, in_float32, read_batches, read_dataset, scale_loss
 from autopar.runtime.data_parallel import wrap
 from autopar.runtime.evaluation import PlainModel, check_first_step, one_by_one
-from autopar.runtime.model import compile_layers, expand, shard_parameters, take_classes
+from autopar.runtime.model import compile_layers, expand, shard_parameters, use_classes
 from autopar.runtime.optimizer import (
     build_optimizer,
     build_scheduler,
@@ -197,7 +197,7 @@ def build_model(mesh: Mesh, dtype: torch.dtype, seed: int) -> tuple[nn.Module, R
     """Build the model on the meta device; the recipe makes its weights later."""
     model, recipe = record(new_model, seed=seed, dtype=dtype)
     shard_parameters(model, SPLITS, mesh.tensor)
-    take_classes(model, CLASSES, mesh.tensor)
+    use_classes(model, CLASSES, mesh.tensor)
     compile_layers(model, COMPILED)
     wrap(model, mesh, zero=ZERO, compute_dtype=dtype, bucket_bytes=BUCKET_BYTES, apart=[REPLICATED])
     return model, recipe

@@ -25,7 +25,7 @@ Memory of the fullest device: 5.299 GiB of 68.8 GiB (8%)
 Why this plan: none of the 12 arrangements is faster; compute + optimizer takes 78% of the step.
 The next best, dp 8, no sharding, takes 15.86 ms (+1.7%): +410.6 us optimizer.
 """
-# Written by autopar 0.2.0 (checksum 19af7ba9180d9707, plan b43f8c61f73ef1a3).
+# Written by autopar 0.2.0 (checksum f9c5a5d04f7eab8e, plan b43f8c61f73ef1a3).
 # Once you edit this file, autopar overwrites it only with --force.
 
 import sys
@@ -157,7 +157,7 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
         rows=(MICROBATCHES, MICROBATCH),
         dataset=dataset,
         skip=keeper.rows,
-        repeats=False,
+        may_repeat=False,
         targets=valid_targets,
         channels_last=IMAGES,
     )

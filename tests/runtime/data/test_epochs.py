@@ -162,7 +162,7 @@ def test_a_plan_for_so_many_rows_alone_refuses_a_step_of_others(
 ) -> None:
     whole = Dealing(each=(4,), rank=0, microbatches=2, fewest=4)
     whole.check(4)  # a microbatch of all its rows, and one that counts 0
-    apart = Dealing(each=(4, 4), rank=0, repeats=False)
+    apart = Dealing(each=(4, 4), rank=0, may_repeat=False)
     apart.check(2)
     for dealing, rows in ((whole, 3), (whole, 6), (apart, 1)):
         with pytest.raises(SystemExit, match="6"):

@@ -11,7 +11,7 @@ from autopar.runtime.model.parts import (
     keep_only,
     names_of,
     submodules,
-    take_classes,
+    use_classes,
 )
 from autopar.runtime.ranks.mesh import Axis
 from autopar.runtime.tensor.shards import Split
@@ -29,13 +29,13 @@ def model() -> nn.Sequential:
 
 def test_modules_take_the_classes_of_their_pattern() -> None:
     found = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    take_classes(found, {"*": Doubled}, TENSOR)
+    use_classes(found, {"*": Doubled}, TENSOR)
     assert all(isinstance(one, Doubled) and one.tensor is TENSOR for one in found)
 
 
 def test_a_class_of_another_kind_is_refused() -> None:
     with pytest.raises(TypeError, match="Doubled is no kind of Sequential"):
-        take_classes(model(), {"1": Doubled}, TENSOR)
+        use_classes(model(), {"1": Doubled}, TENSOR)
 
 
 def test_what_is_not_held_is_let_go_and_places_stay() -> None:

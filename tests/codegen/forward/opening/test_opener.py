@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from autopar.codegen.forward.opening.opener import open_calls
-from autopar.codegen.forward.opening.opening import is_changed, takes_own_rows
+from autopar.codegen.forward.opening.opening import has_split_row_count, is_changed
 from autopar.codegen.forward.reading.forward_source import LOSS, ROOT, call_tree
 from autopar.codegen.forward.reading.modules import modules_of
 from autopar.codegen.forward.reading.split import SplitGraph, split_graph
@@ -256,5 +256,5 @@ def test_a_repetition_that_is_split_is_told_another_number(dim: int, *, is_of_ro
     part = split(axis.name, dim)
     layout = OpLayout(letter="", axis=axis.name, needs=(REPLICATED,), gives=(part,))
     changed = laid_out(plain, {repeat: layout}, start=REPLICATED)
-    assert takes_own_rows(repeat, changed) == is_of_rows
+    assert has_split_row_count(repeat, changed) == is_of_rows
     assert is_changed(repeat, changed) != is_of_rows

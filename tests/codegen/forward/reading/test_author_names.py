@@ -15,7 +15,7 @@ from autopar.codegen.forward.reading.author_names import author_names, unpacked
 from autopar.codegen.forward.reading.modules import modules_of
 from autopar.codegen.forward.reading.split import split_graph
 from autopar.planner.trace import trace
-from tests.codegen.forward.running import namespace, take_classes
+from tests.codegen.forward.running import namespace, use_classes
 from tests.codegen.forward.small_models import file_of
 
 
@@ -61,7 +61,7 @@ def printed(model: nn.Module, *, opened: list[str]) -> dict[str, str]:
     found = open_split(split, [len(split.layers.layers)], opened=opened)
     copied = copy.deepcopy(model)
     classes = [*found.classes, *(stage.cls for stage in found.stages)]
-    take_classes(copied, classes, namespace(found))
+    use_classes(copied, classes, namespace(found))
     ids = torch.arange(8).reshape(2, 4)
     torch.testing.assert_close(copied(ids), model(ids), rtol=0, atol=0)
     return {cls.name: cls.source for cls in classes}

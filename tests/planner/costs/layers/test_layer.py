@@ -9,7 +9,7 @@ from autopar.planner.annotate import annotate, state_of
 from autopar.planner.axes.infer import infer_axes
 from autopar.planner.cluster.cluster import Collective
 from autopar.planner.costs.collectives.choice import collective_seconds
-from autopar.planner.costs.layers.flow import UNSHARED, SharedWeights, layer_flow, run_again
+from autopar.planner.costs.layers.flow import UNSHARED, SharedWeights, layer_flow, recomputed_ops
 from autopar.planner.costs.layers.layer import layer_costs
 from autopar.planner.costs.ops.measurements import HostTimes, OpKey, Timing
 from autopar.planner.costs.ops.pricer import OpPricer
@@ -178,7 +178,7 @@ def test_selective_recompute_makes_attention_again_where_dropout_takes_it_apart(
     flow = layer_flow(
         prices, layer, whole(layer), degree=1, shape=shape(1), parameters={}, outside={}
     )
-    again = run_again(flow, Recompute.SELECTIVE)
+    again = recomputed_ops(flow, Recompute.SELECTIVE)
     assert (attention in [one.op for one in again.ops]) == runs_again
 
 

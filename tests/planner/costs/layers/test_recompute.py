@@ -8,7 +8,12 @@ import pytest
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autopar.planner.costs.layers.flow import LayerFlow, called_again, layer_flow, run_again
+from autopar.planner.costs.layers.flow import (
+    LayerFlow,
+    fully_recomputed_ops,
+    layer_flow,
+    recomputed_ops,
+)
 from autopar.planner.costs.ops.pricer import OpPricer
 from autopar.planner.costs.prediction import Recompute
 from autopar.planner.model.model_file import load_model_file
@@ -75,7 +80,7 @@ def test_a_layer_runs_again_up_to_what_its_backward_needs_as_torch_runs_it(
         for name in WEIGHTY:
             patched.setattr(nn.functional, name, counted(name, calls))
         loss.backward()  # type: ignore[no-untyped-call]
-    again = called_again(flow_of(pricer(*case, device_name="cpu"), block))
+    again = fully_recomputed_ops(flow_of(pricer(*case, device_name="cpu"), block))
     found = Counter(one.op.target.split(".")[1] for one in again.ops)
     assert calls.total() > 0
     assert {name: found[name] for name in WEIGHTY} == {name: calls[name] for name in WEIGHTY}
@@ -119,7 +124,9 @@ def test_a_mode_saves_the_products_that_torch_does_not_run_again(
     case: tuple[str, ...], block: str, mode: Recompute
 ) -> None:
     flow = flow_of(pricer(*case, device_name="cpu"), block)
-    again = [one for one in run_again(flow, mode).ops if one.op.target.split(".")[1] in WEIGHTY]
+    again = [
+        one for one in recomputed_ops(flow, mode).ops if one.op.target.split(".")[1] in WEIGHTY
+    ]
     plain = products_in_backward(case, block, "none")
     assert products_in_backward(case, block, mode.value) == plain + len(again)
 
@@ -128,7 +135,7 @@ def test_an_op_that_keeps_what_it_makes_runs_again_and_what_follows_does_not() -
     flow = flow_of(pricer("gpt2.py", "dropout=0.1"), "Block")
     last = [one.op.target for one in flow.ops[-2:]]
     assert last == ["aten.dropout.default", "aten.add.Tensor"]  # whose mask the backward needs
-    assert called_again(flow).ops == flow.ops[:-1]
+    assert fully_recomputed_ops(flow).ops == flow.ops[:-1]
 
 
 def test_the_last_product_of_a_block_is_spared_and_the_sum_over_its_parts() -> None:
@@ -144,7 +151,7 @@ def test_the_last_product_of_a_block_is_spared_and_the_sum_over_its_parts() -> N
         parameters=weights(layer, layouts, prices),
         outside={},
     )
-    again = run_again(flow, Recompute.FULL)
+    again = recomputed_ops(flow, Recompute.FULL)
     products = [one for one in flow.ops if one.op.target.startswith("aten.linear")]
     assert [one for one in products if one not in again.ops] == products[-1:]
     assert len(again.conversions) == len(flow.conversions) - 1
@@ -163,4 +170,4 @@ def test_published_frameworks_run_a_layer_to_its_end() -> None:
         practice=Practice(attention=Attention.FUSED, is_loss_fused=True, fuses_gradients=True),
     )
     flow = flow_of(prices, "Block")
-    assert run_again(flow, Recompute.FULL).ops == flow.ops
+    assert recomputed_ops(flow, Recompute.FULL).ops == flow.ops

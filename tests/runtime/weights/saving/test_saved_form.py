@@ -113,7 +113,7 @@ def test_tensors_of_files_are_made_as_the_model_itself_saves_them(
 def test_what_a_model_has_saved_it_starts_from(kind: str, tmp_path: Path) -> None:
     expected = saved(KINDS[kind], tmp_path)
     model, recipe = record(KINDS[kind], seed=0)
-    left = load_safetensors(model, tmp_path, {}, ALONE, device=CPU, ask=recipe.saved_form)
+    left = load_safetensors(model, tmp_path, {}, ALONE, device=CPU, saved_form=recipe.saved_form)
     assert left == []
     recipe.materialise(model, {}, ALONE, CPU)
     for name, one in model.named_parameters():
@@ -134,7 +134,7 @@ SPLITS: Mapping[str, Split] = {
 def test_a_rank_reads_its_slices_of_what_lies_otherwise_in_files(rank: int, tmp_path: Path) -> None:
     expected, axis = saved(Rearranging, tmp_path), Axis(rank, 2, None)
     model, recipe = record(Rearranging, seed=0)
-    load_safetensors(model, tmp_path, SPLITS, axis, device=CPU, ask=recipe.saved_form)
+    load_safetensors(model, tmp_path, SPLITS, axis, device=CPU, saved_form=recipe.saved_form)
     for name, split in SPLITS.items():
         part = local_part(expected.get_parameter(name).detach(), split, axis)
         assert torch.equal(model.get_parameter(name), part), name
@@ -148,7 +148,9 @@ def test_of_experts_a_rank_reads_its_half(tmp_path: Path, monkeypatch: pytest.Mo
     stacks = {name: one for name, one in model.named_parameters() if one.ndim == 3}
     assert stacks
     splits = {name: Split(0, ((one.shape[0], 1),)) for name, one in stacks.items()}
-    load_safetensors(model, tmp_path, splits, Axis(1, 2, None), device=CPU, ask=recipe.saved_form)
+    load_safetensors(
+        model, tmp_path, splits, Axis(1, 2, None), device=CPU, saved_form=recipe.saved_form
+    )
     held = sum(one.nbytes for one in model.parameters())
     assert counting.bytes == held
     assert held < sum(one.nbytes for one in record(KINDS["Mixtral"], seed=0)[0].parameters())
@@ -158,7 +160,7 @@ def test_a_file_that_is_named_itself_has_the_names_of_the_model(tmp_path: Path) 
     expected = redrawn(build(Rearranging, seed=0))
     save_file(expected.state_dict(), path := tmp_path / "model.safetensors")
     model, recipe = record(Rearranging, seed=0)
-    load_safetensors(model, path, {}, ALONE, device=CPU, ask=recipe.saved_form)
+    load_safetensors(model, path, {}, ALONE, device=CPU, saved_form=recipe.saved_form)
     for name, one in model.named_parameters():
         assert torch.equal(one, expected.get_parameter(name)), name
 
@@ -167,7 +169,7 @@ def test_adapters_are_read_without_their_base(tmp_path: Path) -> None:
     expected = saved(Adapted, tmp_path)
     (file,) = tmp_path.rglob("*.safetensors")
     model, recipe = record(Adapted, seed=0)
-    left = load_safetensors(model, file, {}, ALONE, device=CPU, ask=recipe.saved_form)
+    left = load_safetensors(model, file, {}, ALONE, device=CPU, saved_form=recipe.saved_form)
     assert left == ["base.weight", "base.bias"]
     for name in ("weight", "bias"):
         assert torch.equal(
@@ -181,7 +183,7 @@ def test_adapters_of_which_one_is_not_there_are_refused(
     save_file({"lora.weight": torch.ones(4, 4)}, tmp_path / "weights.safetensors")
     model, recipe = record(Adapted, seed=0)
     with pytest.raises(SystemExit):
-        load_safetensors(model, tmp_path, {}, ALONE, device=CPU, ask=recipe.saved_form)
+        load_safetensors(model, tmp_path, {}, ALONE, device=CPU, saved_form=recipe.saved_form)
     assert "lacks 1 parameters: adapter.bias" in capsys.readouterr().err
 
 
@@ -193,7 +195,7 @@ def test_a_tensor_of_another_shape_than_the_form_has_is_refused(
     save_file(load_file(path) | {"expert.1.up": torch.zeros(4, 6)}, path)
     model, recipe = record(Rearranging, seed=0)
     with pytest.raises(SystemExit):
-        load_safetensors(model, tmp_path, {}, ALONE, device=CPU, ask=recipe.saved_form)
+        load_safetensors(model, tmp_path, {}, ALONE, device=CPU, saved_form=recipe.saved_form)
     assert "expert.1.up is (4, 5) here and (4, 6) in its source" in capsys.readouterr().err
 
 
@@ -203,7 +205,7 @@ def test_files_may_lack_or_have_the_prefix_of_a_base_model(tmp_path: Path) -> No
     weights = load_file(path)
     save_file({name.removeprefix("transformer."): one for name, one in weights.items()}, path)
     model, recipe = record(KINDS["GPT-2"], seed=0)
-    load_safetensors(model, tmp_path, {}, ALONE, device=CPU, ask=recipe.saved_form)
+    load_safetensors(model, tmp_path, {}, ALONE, device=CPU, saved_form=recipe.saved_form)
     for name, one in model.named_parameters():
         assert torch.equal(one, expected.get_parameter(name)), name
 
