@@ -24,7 +24,7 @@ from autopar.planner.plan.files.document import plan_text, read_plan
 from autopar.planner.plan.plan import with_graph
 from autopar.planner.profile.measured import measurements_text, read_measurements
 from autopar.runtime.ranks.mesh import Axis
-from autopar.runtime.weights.safetensors_weights import load_safetensors
+from autopar.runtime.weights.loading import load_safetensors
 from benchmarks.validation.table import read_table
 from tests.codegen.plans import pinned_plan
 from tests.edited_files_of_trainings import kinds_of_trainings

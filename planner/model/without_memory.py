@@ -16,8 +16,8 @@ from autopar.planner.model.guard import ModelMovedError, not_moved
 from autopar.planner.model.model_file import ModelFile
 from autopar.runtime.model.plain_tensors import sharing
 from autopar.runtime.tensor.shards import made_like
+from autopar.runtime.weights.initial_weights import meta_model, strip
 from autopar.runtime.weights.plain_model import plain_model
-from autopar.runtime.weights.recording.recorded_model import meta_model, strip
 
 Refuse: TypeAlias = Callable[[nn.Module], None]
 

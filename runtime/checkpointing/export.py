@@ -42,7 +42,7 @@ from autopar.runtime.ranks.transport import near
 from autopar.runtime.tensor.shards import whole
 from autopar.runtime.weights.initial_weights import Recipe
 from autopar.runtime.weights.loading import WeightsOrigin
-from autopar.runtime.weights.saving.saved_form import (
+from autopar.runtime.weights.saved_form import (
     SavedFile,
     SavedForm,
     SavedTensor,

@@ -29,8 +29,8 @@ from autopar.runtime.ranks.leaving import say
 from autopar.runtime.ranks.mesh import ALONE, Axis, Mesh
 from autopar.runtime.ranks.refusal import refuse
 from autopar.runtime.ranks.transport import summed
+from autopar.runtime.weights.loading import load_safetensors
 from autopar.runtime.weights.plain_model import plain_model
-from autopar.runtime.weights.safetensors_weights import load_safetensors
 from autopar.runtime.weights.stored_tensors import in_float64
 
 # The largest relative difference allowed between a loss and that of plain PyTorch. Both use the

@@ -333,7 +333,7 @@ def use_float8(
             fix="plan for this device, without --float8",
         )
     for path, module in model.named_modules():
-        if is_inside(path, names) and not is_inside(path, but) and _suits(module, own):
+        if is_inside(path, names) and not is_inside(path, excluding) and _suits(module, own):
             try:
                 made = own.converted(module, scaling)
             except ImportError as error:

@@ -18,6 +18,7 @@ from autopar.runtime.data_parallel.wrapping import buckets_of, set_last
 from autopar.runtime.optimizer.gradients import local, made_gradient
 from autopar.runtime.pipeline.torch_stage import (
     InputGradients,
+    SplitBackward,
     TorchStage,
     refuse_earlier_torch,
     resize,
@@ -25,7 +26,6 @@ from autopar.runtime.pipeline.torch_stage import (
 from autopar.runtime.ranks.mesh import Mesh
 from autopar.runtime.ranks.refusal import refuse
 from autopar.runtime.ranks.transport import near
-from autopar.runtime.recompute.split_backward import SplitBackward
 from autopar.runtime.tensor.slices import receives
 
 

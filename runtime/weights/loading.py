@@ -1,11 +1,15 @@
-"""Gives a rank's modules their weights, from files or from the constructor."""
+"""Gives a rank's modules their weights, from slices of safetensors files or from the constructor."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import cache, cached_property
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,21 +17,222 @@ from torch._guards import detect_fake_mode
 
 from autopar.runtime.model.parts import names_of
 from autopar.runtime.ranks.leaving import say
+from autopar.runtime.ranks.locations import Location, check_regular, located
 from autopar.runtime.ranks.mesh import Axis, Mesh
 from autopar.runtime.ranks.options import StartingWeights
 from autopar.runtime.ranks.randomness import mixed_seed
 from autopar.runtime.ranks.refusal import refuse
 from autopar.runtime.ranks.transport import gathered
-from autopar.runtime.tensor.shards import Split, named
-from autopar.runtime.weights.initial_weights import Recipe
-from autopar.runtime.weights.safetensors_weights import (
-    load_safetensors,
-    note_left,
-    note_unused,
-    stored_model,
+from autopar.runtime.tensor.shards import (
+    Split,
+    TensorPlace,
+    group_aliases,
+    named,
+    places,
+    tied_names,
 )
-from autopar.runtime.weights.saving.saved_form import SavedForm, UnsavableError
-from autopar.runtime.weights.saving.stored_model import StoredModel
+from autopar.runtime.texts import in_a_line
+from autopar.runtime.weights.initial_weights import Recipe
+from autopar.runtime.weights.saved_form import SavedForm, UnsavableError
+from autopar.runtime.weights.stored_model import StoredModel
+from autopar.runtime.weights.stored_tensors import INDEX, ShapeError, fill, open_tensors
+
+_READABLE = "let --weights name files that can be read"
+_MOST_SHOWN = 5
+_MOST_CHARACTERS = 200  # of a tensor's name
+
+
+@torch.no_grad()
+def load_safetensors(
+    model: nn.Module,
+    folder: Location,
+    splits: Mapping[str, Split],
+    axis: Axis,
+    *,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+    may_lack: Sequence[str] = (),
+    saved_form: Callable[[], SavedForm | None] = lambda: None,
+) -> list[str]:
+    """Fill a model on meta with this rank's part of every parameter that the files have.
+
+    The files have the model's names, or those that `save_pretrained` writes (see `saved_form`).
+    Buffers are filled if the files have them; the rest is left to Recipe.materialise. Returns the
+    names of parameters that the files lack, or have in another shape; `may_lack` has to allow this.
+    """
+    left = list[str]()
+    with ExitStack() as files:
+        stored = stored_model(folder, files, saved_form)
+        found = [
+            _FoundTensor.of(model, group, stored, may_lack)
+            for group in group_aliases(places(model))
+        ]
+        _check_all_there([one for one in found if one.is_missing], stored, folder)
+        for one in found:
+            if one.source is None:
+                left += [one.name] if isinstance(one.group[0].tensor, nn.Parameter) else []
+                continue
+            try:
+                shape = tuple(one.source.get_shape())
+                fill(one.group, one.source, splits, axis, shape=shape, device=device, dtype=dtype)
+            except ShapeError as error:
+                if one.is_spared:
+                    left.append(one.name)
+                    continue
+                refuse(
+                    f"weights of {folder} do not fit: {error}",
+                    fix="give those of a model of these sizes, or plan with theirs (--arg …); "
+                    f"{_allowing(one.name)}",
+                )
+    return left
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _FoundTensor:
+    """A tensor of the model, and its source in the files."""
+
+    group: list[TensorPlace]
+    source: Any  # None: not in the files
+    is_spared: bool  # --allow-missing covers it
+    is_missing: bool  # the files lack it, but should have it
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        group: list[TensorPlace],
+        stored: StoredModel,
+        may_lack: Sequence[str],
+    ) -> _FoundTensor:
+        """Look a tensor up under each of its names, also those in other stages."""
+        first = group[0]
+        names = [name for place in group for name in tied_names(model, place.name)]
+        source = stored.source(names)
+        is_spared = any(fnmatchcase(name, pattern) for name in names for pattern in may_lack)
+        is_missing = (
+            source is None
+            and isinstance(first.tensor, nn.Parameter)
+            and not is_spared
+            and stored.is_expected(names)
+        )
+        return cls(group=group, source=source, is_spared=is_spared, is_missing=is_missing)
+
+    @property
+    def name(self) -> str:
+        """The tensor's first name."""
+        return self.group[0].name
+
+
+def _allowing(name: str) -> str:
+    """Return a hint: the option that allows files to lack a parameter."""
+    module, dot, _ = name.rpartition(".")
+    pattern = f"{module}.*" if dot else name
+    return f'--allow-missing "{pattern}" leaves it the values of the constructor'
+
+
+def note_left(names: Sequence[str], mesh: Mesh) -> None:
+    """Print on the first rank of each stage which parameters keep the constructor's values."""
+    if names and mesh.data.rank == mesh.tensor.rank == 0:
+        say(
+            f"note: {len(names)} weights are not from --weights, but from the constructor: "
+            f"{_shown(names)}"
+        )
+
+
+def _shown(names: Sequence[str]) -> str:
+    """Return the first few names, each safe to print in a line."""
+    shown = (in_a_line(name)[:_MOST_CHARACTERS] for name in names[:_MOST_SHOWN])
+    return ", ".join(shown) + (" …" if len(names) > _MOST_SHOWN else "")
+
+
+def note_unused(
+    folder: Location,
+    names: Collection[str],
+    mesh: Mesh,
+    saved_form: Callable[[], SavedForm | None] = lambda: None,
+) -> None:
+    """Print on the first rank which tensors in the files do not belong to the model."""
+    if mesh.rank != 0:
+        return
+    with ExitStack() as files:
+        stored = stored_model(folder, files, saved_form)
+        unused = stored.unused(names)
+    if unused:
+        say(
+            f"note: {len(unused)} of the {len(stored.stored)} tensors in {folder} are none of the "
+            f"model's, and are not used: {_shown(unused)}"
+        )
+
+
+def stored_model(
+    folder: Location, files: ExitStack, saved_form: Callable[[], SavedForm | None]
+) -> StoredModel:
+    """Open the files of a model's weights."""
+    return StoredModel(
+        stored=dict(_open(folder, files)), saved_form=saved_form, is_folder=not folder.is_file()
+    )
+
+
+def _open(folder: Location, files: ExitStack) -> Iterator[tuple[str, Any]]:
+    """Yield each tensor's name with its open file."""
+    from safetensors import SafetensorError
+
+    for path in _paths(folder):
+        try:
+            file = files.enter_context(open_tensors(path))
+        except SafetensorError as error:
+            refuse(
+                f"{path} is no whole .safetensors file: {error}",
+                fix="copy it again; a .pt file is written as one by safetensors.torch.save_file",
+            )
+        except OSError as error:
+            refuse(f"{path} cannot be read: {error.strerror or error}", fix=_READABLE)
+        for name in file.keys():  # noqa: SIM118 - the file is no mapping
+            yield name, file
+
+
+def _paths(folder: Location) -> Sequence[Location]:
+    """Return the named file, or all files of a folder."""
+    try:
+        check_regular(folder)
+        if not folder.exists():
+            refuse(f"there is no {folder}", fix="--weights names a .safetensors file, or a folder")
+        paths = [folder] if folder.is_file() else _in_folder(folder)
+    except OSError as error:
+        refuse(f"{folder} cannot be read: {error.strerror}", fix=_READABLE)
+    if not paths:
+        refuse(
+            f"{folder} holds no .safetensors file", fix="--weights names one, or the folder of them"
+        )
+    return paths
+
+
+def _in_folder(folder: Location) -> list[Location]:
+    """Return the weight files of a folder: those in its index, or all."""
+    index = folder / INDEX
+    if not index.exists():
+        return located(folder, "*.safetensors")
+    try:
+        named = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        refuse(f"{index} does not say which file has which tensor", fix="copy it again")
+    missing = [name for name in named if not (folder / name).exists()]
+    if missing:
+        refuse(f"{folder} lacks {_shown(missing)}, which {INDEX} names", fix="copy it again, whole")
+    return [folder / name for name in named]
+
+
+def _check_all_there(
+    missing: Sequence[_FoundTensor], stored: StoredModel, folder: Location
+) -> None:
+    if not missing:
+        return
+    names = [one.name for one in missing]
+    refuse(
+        f"{folder} lacks {len(names)} parameters: {_shown(names)}; "
+        f"it has {_shown(sorted(stored.stored))}",
+        fix=f"give weights of this model, under its names; {_allowing(names[0])}",
+    )
 
 
 def check_same(digests: Mapping[str, int], mesh: Mesh) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from autopar.runtime.ranks.leaving import MISMATCH
 from autopar.runtime.ranks.mesh import Axis
 from autopar.runtime.weights.initial_weights import build, record
-from autopar.runtime.weights.safetensors_weights import load_safetensors
+from autopar.runtime.weights.loading import load_safetensors
 
 CPU = torch.device("cpu")
 ALONE = Axis(0, 1, None)

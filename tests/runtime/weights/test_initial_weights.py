@@ -21,8 +21,8 @@ from autopar.runtime.model.parts import shard_parameters
 from autopar.runtime.ranks.mesh import Axis, start
 from autopar.runtime.tensor.shards import Split, chunks_by_name, local_part
 from autopar.runtime.weights.initial_weights import build, record
+from autopar.runtime.weights.loading import load_safetensors
 from autopar.runtime.weights.plain_model import plain_model
-from autopar.runtime.weights.safetensors_weights import load_safetensors
 from tests.models_zoo.model_files import load
 from tests.runtime.processes import run_on_ranks
 

@@ -10,7 +10,7 @@ from autopar.runtime.model.parts import keep_only
 from autopar.runtime.ranks.mesh import Axis, start, stop
 from autopar.runtime.tensor.shards import Split, local_part
 from autopar.runtime.weights.initial_weights import record
-from autopar.runtime.weights.safetensors_weights import load_safetensors, note_unused
+from autopar.runtime.weights.loading import load_safetensors, note_unused
 
 CPU = torch.device("cpu")
 FUSED = Split(0, ((3, 1), (3, 1)))

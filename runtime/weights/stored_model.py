@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from autopar.runtime.weights.saving.saved_form import SavedForm, SavedTensor, SavingOp, View
+from autopar.runtime.weights.saved_form import SavedForm, SavedTensor, SavingOp, View
 from autopar.runtime.weights.stored_tensors import ShapeError
 
 Range: TypeAlias = tuple[int, int]

@@ -18,8 +18,8 @@ from autopar.runtime.ranks.mesh import ALONE, Axis, start, stop
 from autopar.runtime.tensor.shards import Split, local_part
 from autopar.runtime.weights import stored_tensors
 from autopar.runtime.weights.initial_weights import build, record
-from autopar.runtime.weights.safetensors_weights import load_safetensors, note_unused
-from autopar.runtime.weights.saving.saved_form import UnsavableError
+from autopar.runtime.weights.loading import load_safetensors, note_unused
+from autopar.runtime.weights.saved_form import UnsavableError
 from tests.counted_reads import Counting
 from tests.field.families import family_named
 from tests.redrawn import redrawn

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from autopar.runtime.recompute.split_backward import SplitBackward
+from autopar.runtime.pipeline.torch_stage import SplitBackward
 
 
 class SharedScale(nn.Module):
