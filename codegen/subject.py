@@ -147,7 +147,7 @@ def _traced_on_other_lengths(model: _Traced) -> Graph | None:
     if known is not None:
         return known[0]
     # rarely needed, and slow to import
-    from autopar.planner.trace.lengths import with_other_lengths
+    from autopar.planner.trace import with_other_lengths
 
     axes = infer_axes(model.graph)
     other = with_other_lengths(model.file, model.graph, axes, model.precision)

@@ -12,8 +12,13 @@ import networkx as nx
 import torch
 import typer
 
-from autopar.codegen.proof.dryrun.rehearsing import Rehearsal, distinct_ranks, rehearse
-from autopar.codegen.proof.dryrun.running import DryRun, dry_run
+from autopar.codegen.proof.dryrun.running import (
+    DryRun,
+    Rehearsal,
+    distinct_ranks,
+    dry_run,
+    rehearse,
+)
 from autopar.commands.emit import MODEL as MOVED_MODEL
 from autopar.commands.emit import PLAN
 from autopar.console import print_json, print_note, progress, results, status_line

@@ -21,7 +21,6 @@ from autopar.planner.errors import AutoparError, TraceError, text_of
 from autopar.planner.model.guard import contained
 from autopar.planner.model.outside import state_scope
 from autopar.planner.trace.build import TracedSubject
-from autopar.planner.trace.left_behind import LeftBehind
 from autopar.planner.trace.model_checks import failing_place
 from autopar.planner.trace.record import TraceRecording, recorded
 from autopar.planner.trace.replaced_calls import (
@@ -54,7 +53,7 @@ from autopar.planner.trace.scalar_questions import (
     tensor_of_numbers,
 )
 from autopar.planner.trace.scatter import picked
-from autopar.planner.trace.traps import no_foreign_randomness
+from autopar.planner.trace.traps import LeftBehind, no_foreign_randomness
 from autopar.planner.trace.unlike_types import (
     NoKernelError,
     UnlikeTypesError,

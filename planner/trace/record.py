@@ -42,8 +42,7 @@ from autopar.planner.model.functions import has_backward_hooks, has_hooks, plain
 from autopar.planner.model.outside import StateScope, StateSnapshot, StateValue
 from autopar.planner.trace.build import Loss
 from autopar.planner.trace.fold import BOOKKEEPING, Template, call_key, repeated_blocks, template_of
-from autopar.planner.trace.left_behind import left_by_call
-from autopar.planner.trace.traps import assigned_buffers_written
+from autopar.planner.trace.traps import assigned_buffers_written, left_by_call
 
 TENSOR = object()  # stands for a tensor among the leaves of a border
 ENTER, LEAVE, REPLAY = "autopar.enter.default", "autopar.leave.default", "autopar.replay.default"

@@ -19,11 +19,10 @@ from torch.fx.proxy import TracerBase
 
 from autopar.planner.graph.ops import GradientUse
 from autopar.planner.trace.build import TracedStep
-from autopar.planner.trace.left_behind import LeftBehind, left_behind
 from autopar.planner.trace.model_checks import calling_place, calling_spans, check_same_parameters
 from autopar.planner.trace.nodes import SPANS
 from autopar.planner.trace.record import TraceRecording
-from autopar.planner.trace.traps import attributes_kept
+from autopar.planner.trace.traps import LeftBehind, attributes_kept, left_behind
 
 
 @contextmanager

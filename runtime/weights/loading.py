@@ -1,4 +1,4 @@
-"""Gives a rank's modules their weights, from slices of safetensors files or from the constructor."""
+"""Gives modules their weights, from slices of safetensors files or from the constructor."""
 
 from __future__ import annotations
 

@@ -278,7 +278,7 @@ def test_rows_of_other_lengths_are_traced_during_a_long_search(
     kill = ForkProcess.kill
     monkeypatch.setattr(ForkProcess, "kill", lambda process: (process.join(300), kill(process)))
     assert autopar(*plan, "--pin", "dp=2", "-o", "first").code == 0
-    monkeypatch.setattr("autopar.planner.trace.lengths.with_other_lengths", None)
+    monkeypatch.setattr("autopar.planner.trace.with_other_lengths", None)
     subject._traced_on_other_lengths.cache_clear()
     ran = autopar(*plan, "--pin", "pp=2", "-o", "second")
     assert ran.code == 0, ran.err

@@ -18,10 +18,10 @@ from autopar.planner.graph.graph import Graph
 from autopar.planner.graph.layouts import REPLICATED, WHOLE, Layout, LayoutKind, OpLayout
 from autopar.planner.graph.ops import Op, TensorOrigin
 from autopar.planner.layers import Layers
-from autopar.planner.programs.layouts.alike import SimilarNodes
 from autopar.planner.programs.layouts.edges import (
     Conversions,
     LayoutPricer,
+    SimilarNodes,
     Structure,
     TensorUse,
     structure_of,

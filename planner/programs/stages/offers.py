@@ -21,8 +21,7 @@ from autopar.planner.costs.schedules.table import SCHEDULES, Moments
 from autopar.planner.costs.steps.memory import memory_of, most_tensor_bytes, work_bytes
 from autopar.planner.costs.steps.stage_price import StagePrice, stage_price
 from autopar.planner.costs.steps.state import lasting_bytes, state_bytes
-from autopar.planner.programs.stages.mixes import Mixes, hull, mixes_of
-from autopar.planner.programs.stages.one_pass import fitting_mixes
+from autopar.planner.programs.stages.mixes import Mixes, fitting_mixes, hull, mixes_of
 from autopar.planner.programs.stages.question import Content, StageQuestion
 
 _MOST_PRICED = 12  # mixes of the same layers on one stage

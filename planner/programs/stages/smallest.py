@@ -9,9 +9,9 @@ import numpy as np
 
 from autopar.planner.costs.steps.memory import memory_of
 from autopar.planner.programs.stages.cut_bounds import Columns
+from autopar.planner.programs.stages.mixes import lightest_mix
 from autopar.planner.programs.stages.modes import PricedCut, priced
 from autopar.planner.programs.stages.offers import Offer
-from autopar.planner.programs.stages.one_pass import lightest_mix
 from autopar.planner.programs.stages.program import MemoryProgram
 from autopar.planner.programs.stages.question import Cut, StageQuestion
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from autopar.codegen.proof.dryrun.rehearsing import _drawn_on, distinct_ranks, rehearse
+from autopar.codegen.proof.dryrun.running import _drawn_on, distinct_ranks, rehearse
 from autopar.planner.costs.schedules.table import SCHEDULES, ScheduleKind, rank_of
 from autopar.planner.plan.telling.timeline import computing_seconds, slowed_step_seconds
 from autopar.runtime.ranks.mesh import ALONE
