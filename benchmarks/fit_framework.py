@@ -15,7 +15,7 @@ from dataclasses import replace
 from math import log
 from pathlib import Path
 
-from autopar.planner.costs.steps.framework import FrameworkConstants, read_framework_constants
+from benchmarks.validation.host_work import PublishedConstants, published_constants
 from benchmarks.validation.outcome import Outcome, validate_rows
 from benchmarks.validation.scoring import score
 from benchmarks.validation.skip import reason_to_skip
@@ -26,7 +26,7 @@ MOST_LOSS = 0.3
 STEPS = (1.25, 0.8, 1.1, 0.91)
 ROUNDS = 2
 
-Change = Callable[[FrameworkConstants, float], FrameworkConstants]
+Change = Callable[[PublishedConstants, float], PublishedConstants]
 
 
 def _own(name: str) -> Change:
@@ -53,7 +53,7 @@ CONSTANTS: dict[str, Change] = {
 }
 
 
-def loss(rows: Sequence[Row], constants: FrameworkConstants) -> float:
+def loss(rows: Sequence[Row], constants: PublishedConstants) -> float:
     """Return the mean loss of some rows."""
     outcomes, _ = validate_rows(rows, ZOO, constants)
     return sum(map(_loss, outcomes)) / len(outcomes)
@@ -63,7 +63,7 @@ def _loss(outcome: Outcome) -> float:
     return min(MOST_LOSS, abs(log(outcome.predicted_seconds / outcome.measured_seconds)))
 
 
-def fitted(rows: Sequence[Row], start: FrameworkConstants) -> FrameworkConstants:
+def fitted(rows: Sequence[Row], start: PublishedConstants) -> PublishedConstants:
     """Return the constants that fit the rows best, one moved after the other."""
     best, least = start, loss(rows, start)
     for _ in range(ROUNDS):
@@ -77,7 +77,7 @@ def fitted(rows: Sequence[Row], start: FrameworkConstants) -> FrameworkConstants
     return best
 
 
-def tell(title: str, rows: Sequence[Row], constants: FrameworkConstants) -> None:
+def tell(title: str, rows: Sequence[Row], constants: PublishedConstants) -> None:
     """Print the scores of some rows."""
     outcomes, _ = validate_rows(rows, ZOO, constants)
     one = score(
@@ -95,7 +95,7 @@ def main(paths: Sequence[str]) -> None:
     rows = [row for row in read_tables([Path(path) for path in paths]) if not reason_to_skip(row)]
     rows.sort(key=lambda row: (row.table, row.model_name, row.gpu, row.line))
     fit, held_out = rows[::2], rows[1::2]
-    start = read_framework_constants()
+    start = published_constants()
     for title, constants in (("before", start), ("after", fitted(fit, start))):
         tell(f"{title}, fitted rows", fit, constants)
         tell(f"{title}, held-out rows", held_out, constants)

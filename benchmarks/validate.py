@@ -16,8 +16,8 @@ import autopar
 from autopar.cli import main
 from autopar.command_line import Command
 from autopar.console import results, status_line
-from autopar.planner.costs.steps.framework import read_framework_constants
 from autopar.planner.files import check_writable, refuse_others, write_whole
+from benchmarks.validation.host_work import published_constants
 from benchmarks.validation.outcome import validate_rows
 from benchmarks.validation.page import page, predictions_csv
 from benchmarks.validation.report import report_of
@@ -51,7 +51,7 @@ def validate(
         outcomes, skipped = validate_rows(
             rows,
             zoo_folder(),
-            read_framework_constants(),
+            published_constants(),
             on_row=lambda number: say(f"predicting row {number} of {len(rows)}"),
         )
     if output is not None:

@@ -9,8 +9,8 @@ from enum import StrEnum
 from pathlib import Path
 
 from autopar.planner.costs.prediction import MemoryPrediction
-from autopar.planner.costs.steps.framework import FrameworkConstants
 from autopar.planner.errors import AutoparError
+from benchmarks.validation.host_work import PublishedConstants
 from benchmarks.validation.predict_row import Predicted, predict_row
 from benchmarks.validation.skip import reason_to_skip
 from benchmarks.validation.table import Row, stated
@@ -52,7 +52,7 @@ class Skipped:
 def validate_rows(
     rows: Sequence[Row],
     zoo: Path,
-    constants: FrameworkConstants,
+    constants: PublishedConstants,
     *,
     on_row: Callable[[int], None] = lambda _: None,
 ) -> tuple[tuple[Outcome, ...], tuple[Skipped, ...]]:

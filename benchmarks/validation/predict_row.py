@@ -13,8 +13,8 @@ from autopar.planner.costs.prediction import (
     Recompute,
     StagePrediction,
 )
-from autopar.planner.costs.steps.framework import FrameworkConstants
 from autopar.planner.costs.steps.step import predict
+from benchmarks.validation.host_work import PublishedConstants
 from benchmarks.validation.machines import cluster_of
 from benchmarks.validation.models import shape_of
 from benchmarks.validation.pricing import Kind, Priced, priced
@@ -31,7 +31,7 @@ class Predicted:
     prediction: Prediction
 
 
-def predict_row(row: Row, zoo: Path, constants: FrameworkConstants) -> Predicted:
+def predict_row(row: Row, zoo: Path, constants: PublishedConstants) -> Predicted:
     """Return the prediction of a row that is not to be skipped."""
     settings = settings_of(row)
     arrangement = settings.arrangement
@@ -69,7 +69,7 @@ def predict_row(row: Row, zoo: Path, constants: FrameworkConstants) -> Predicted
     return Predicted(row=row, settings=settings, prediction=prediction)
 
 
-def _with_both_gradients(stage: StagePrediction, constants: FrameworkConstants) -> StagePrediction:
+def _with_both_gradients(stage: StagePrediction, constants: PublishedConstants) -> StagePrediction:
     """Return a stage that also holds 16-bit gradients, beside those of 32 bits."""
     memory = stage.memory
     narrow = memory.gradient_bytes // 2

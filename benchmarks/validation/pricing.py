@@ -19,13 +19,12 @@ from autopar.planner.costs.layers.flow import SharedWeights
 from autopar.planner.costs.layers.layer import layer_costs
 from autopar.planner.costs.ops.pricer import OpPricer
 from autopar.planner.costs.prediction import LayerCost, Recompute
-from autopar.planner.costs.steps.framework import HostWork
 from autopar.planner.graph.layouts import WHOLE, Layout, OpLayout
 from autopar.planner.precision import Precision
 from autopar.planner.programs.layouts.building import LayoutInput
 from autopar.planner.programs.layouts.choice import Budget, LayoutProgram
 from autopar.planner.programs.layouts.rules import LayoutPin, LayoutRules, find_slots, own_layouts
-from benchmarks.validation.host_work import with_host
+from benchmarks.validation.host_work import HostWork, with_host
 from benchmarks.validation.models import ModelShape, Traced, traced
 from benchmarks.validation.practice import Practice, PracticePricer
 

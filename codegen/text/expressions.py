@@ -54,12 +54,6 @@ def literal(value: Plain) -> SourceForm:
     return text(repr(value), Binding.SIGN if negative else Binding.CALL)
 
 
-def literals(values: tuple[Plain, ...]) -> SourceForm:
-    """Return plain values as a tuple."""
-    items: tuple[Expression, ...] = tuple(map(literal, values))
-    return joined(items)
-
-
 def nested(value: object) -> SourceForm:
     """Return nested tuples of plain values as nested lists, for torch.tensor."""
     if isinstance(value, tuple):

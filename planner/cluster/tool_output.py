@@ -103,13 +103,12 @@ class GpuWiring:
 
     `links[i][j]` is the number of NVLinks from GPU i to GPU j. GPUs of one part reach each other
     without crossing from one CPU to another. `cards` are the network cards that a GPU reaches over
-    PCIe switches alone; `all_cards` are all.
+    PCIe switches alone.
     """
 
     links: tuple[tuple[int, ...], ...]
     parts: tuple[int, ...]  # the part of each GPU
     cards: tuple[str, ...]
-    all_cards: tuple[str, ...]
 
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
@@ -136,7 +135,6 @@ def wiring_in(text: str) -> GpuWiring:
         links=tuple(tuple(_nvlinks(row[gpu]) for gpu in gpus) for row in table),
         parts=_parts([[row[gpu] not in _BETWEEN_CPUS for gpu in gpus] for row in table]),
         cards=tuple(cards[place] for place in beside),
-        all_cards=tuple(cards.values()),
     )
 
 

@@ -288,11 +288,6 @@ class Plan(StoredPlan):
     graph: Graph
 
 
-def without_graph(plan: StoredPlan) -> StoredPlan:
-    """Return a plan as plan.json has it."""
-    return StoredPlan(**{one.name: getattr(plan, one.name) for one in fields(StoredPlan)})
-
-
 def with_graph(plan: StoredPlan, graph: Graph) -> Plan:
     """Return a plan with the graph of its model."""
     return Plan(**{one.name: getattr(plan, one.name) for one in fields(StoredPlan)}, graph=graph)

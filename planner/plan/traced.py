@@ -27,7 +27,6 @@ class TracedModel:
     graph: Graph  # with the moments of its optimizer
     optimizer: OptimizerTraits | None  # None if it cannot be tried here
     notes: tuple[str, ...] | None = None
-    is_recalled: bool = False  # from the cache: to be checked before a script is written
 
 
 def trace_model(

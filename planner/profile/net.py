@@ -223,11 +223,10 @@ class NetSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """Latency and rate of a link; `worst` is the largest relative residual."""
+    """Latency and rate of a link."""
 
     alpha_seconds: float
     bytes_per_second: float
-    worst: float
 
 
 def measure_net(
@@ -327,11 +326,9 @@ def fit(samples: Sequence[NetSample], ranks: int) -> Fit:
         for one in samples
     ]
     alpha, inverse = _least_squares(rows)
-    residuals = (abs(h * alpha + s * inverse - 1.0) for h, s in rows)
     return Fit(
         alpha_seconds=max(alpha, _LEAST_ALPHA_SECONDS),
         bytes_per_second=1.0 / max(inverse, 1.0 / _MOST_BYTES_PER_SECOND),
-        worst=max(residuals, default=0.0),
     )
 
 

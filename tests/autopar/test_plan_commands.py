@@ -17,12 +17,19 @@ from autopar.pages.plan_page import plan_page
 from autopar.planner.costs.prediction import Zero
 from autopar.planner.errors import ExitCode, InfeasibleError, TimeLimitError
 from autopar.planner.plan.files.document import read_plan, write_plan
-from autopar.planner.plan.plan import Plan, without_graph
+from autopar.planner.plan.plan import Plan
 from autopar.planner.plan.telling.timeline import timeline_of
 from autopar.planner.precision import Precision
 from autopar.planner.profile.measured import MeasuredFile
 from tests.autopar.commands import Autopar
-from tests.planner.plan.plans import arrangement, proof, runner_up, small_plan, split_plan
+from tests.planner.plan.plans import (
+    arrangement,
+    proof,
+    runner_up,
+    small_plan,
+    split_plan,
+    without_graph,
+)
 from tests.planner.subjects import ZOO
 
 MNIST = str(ZOO / "mnist.py")

@@ -16,8 +16,8 @@ import torch
 
 import autopar
 from autopar.planner.costs.schedules.table import ScheduleKind
-from autopar.planner.programs.stages.choice import QUICK, choose_stages
-from tests.planner.programs.stages.stage_cases import random_case
+from autopar.planner.programs.stages.choice import QUICK
+from tests.planner.programs.stages.stage_cases import choose_stages, random_case
 
 ZOO = Path(__file__).parents[2] / "models_zoo"
 _PLAIN = (int, float, str, bytes, bool, type(None), type, FunctionType, Enum, np.generic)

@@ -24,16 +24,6 @@ from autopar.planner.precision import GRADIENT_BYTES, Precision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HostWork:
-    """Host times of the frameworks in published runs; see framework.toml."""
-
-    op_seconds: float
-    collective_seconds: float
-    checkpoint_forward_seconds: float
-    checkpoint_backward_seconds: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class FrameworkConstants:
     """The constants of framework.toml.
 
@@ -50,7 +40,6 @@ class FrameworkConstants:
     pair_bytes: int
     process_bytes: int
     margin: float
-    host: HostWork
     host_memory_share: float  # the optimizer reaches this share of the memory's raw rate
     host_link_share: float  # copies to and from a device reach this share of the link's raw rate
     optimizer_element_seconds: float | None = None  # of AdamW on fp32 states, measured
@@ -84,12 +73,6 @@ def read_framework_constants() -> FrameworkConstants:
         margin=number(memory, "margin", where="memory"),
         host_memory_share=share(table["offload"], "memory", where="offload"),
         host_link_share=share(table["offload"], "link", where="offload"),
-        host=HostWork(
-            **{
-                f"{name}_seconds": figure(table["host"], name, parse_seconds, where="host")
-                for name in ("op", "collective", "checkpoint_forward", "checkpoint_backward")
-            }
-        ),
     )
 
 

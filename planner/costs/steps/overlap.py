@@ -6,7 +6,7 @@ collectives in the order in which they are issued, one at a time. Parameters:
     slowdown   how much longer computing takes while a collective runs, as a fraction (0.1: a
                tenth), because collectives occupy multiprocessors and memory bandwidth
     Seconds    a formula or a measurement: the seconds of a collective for the bytes of the whole
-               (unsharded) tensor, α included; `linear_seconds` makes one from α and β
+               (unsharded) tensor, α included
 
 Leaves out that computing slows collectives down, and two collectives at once (a reduction between
 nodes beside a gather within one).
@@ -50,11 +50,6 @@ class Overlapped:
     def total_seconds(self) -> float:
         """The time from the start of the first layer or collective to the end of the last."""
         return self.compute_seconds + self.slowdown_seconds + self.exposed_seconds
-
-
-def linear_seconds(*, alpha_seconds: float, bytes_per_second: float) -> Seconds:
-    """Return the formula α + bytes / β; 0 bytes take no time."""
-    return lambda size_bytes: alpha_seconds + size_bytes / bytes_per_second if size_bytes else 0.0
 
 
 def hierarchical_reduction_seconds(

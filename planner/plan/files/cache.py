@@ -283,9 +283,7 @@ class Question:
 def _traced(found: CachedModel) -> TracedModel | None:
     with suppress(ValueError, RecursionError):
         graph, notes = graph_of(found.graph), found.notes
-        return TracedModel(
-            model=found.model, graph=graph, optimizer=found.optimizer, notes=notes, is_recalled=True
-        )
+        return TracedModel(model=found.model, graph=graph, optimizer=found.optimizer, notes=notes)
     return None
 
 

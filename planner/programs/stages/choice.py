@@ -21,7 +21,7 @@ from itertools import accumulate, islice
 import numpy as np
 
 from autopar.planner.costs.prediction import Arrangement
-from autopar.planner.costs.schedules.paths import Chain, Chains, first_chains, longest_chains
+from autopar.planner.costs.schedules.paths import Chain, Chains, longest_chains
 from autopar.planner.costs.steps.stage_load import norm_seconds
 from autopar.planner.costs.steps.step import tied_seconds
 from autopar.planner.programs.solver import NOTHING_SOLVED, SolverReport
@@ -230,16 +230,6 @@ EXACT = replace(THOROUGH, simulations=120, starts=1, cuts=60, nodes=1_000, gap=1
 _ASKED = 0.01  # with whole numbers, only cuts faster than the best by this share are looked for
 _MOST_STAGES = 16  # of the program of whole numbers; more take too long
 _MOST_INTERVALS = 100  # if ranks have several stages: with more, the program branches for long
-
-
-def choose_stages(
-    question: StageQuestion, *, cutoff_seconds: float = math.inf, effort: Effort = EXACT
-) -> StageAnswer:
-    """Return the best cut of the layers into stages, with its modes, and a bound of all cuts."""
-    chains = Chains(first_chains(question.arrangement.schedule, question.shape))
-    chooser = Chooser(question, effort, chains)
-    chooser.ask(cutoff_seconds, effort)
-    return answered(chooser)
 
 
 def answered(chooser: Chooser) -> StageAnswer:

@@ -12,10 +12,10 @@ import pytest
 
 from autopar.planner.errors import InputError
 from autopar.planner.plan.files.document import write_plan
-from autopar.planner.plan.plan import without_graph
 from autopar.runs.run_status import jobset_in, run_folder, run_status, slurm_job, slurm_job_in
 from tests.autopar.commands import Autopar
 from tests.codegen.plans import pinned_plan
+from tests.planner.plan.plans import without_graph
 
 NOW = 1_000_000.0
 # As Slurm 22.05 prints a job that runs, shortened.

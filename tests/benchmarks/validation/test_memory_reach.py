@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from autopar.planner.costs.steps.framework import read_framework_constants
 from autopar.planner.plan.declared.constraints import DEFAULT_MEMORY
+from benchmarks.validation.host_work import published_constants
 from benchmarks.validation.outcome import validate_rows
 from benchmarks.validation.report import report_of
 from benchmarks.validation.table import read_table
@@ -20,7 +20,7 @@ RUNS = Path(__file__).with_name("measured_memory.csv")  # every published run th
 
 @pytest.mark.slow
 def test_the_usual_limit_is_the_largest_that_95_percent_of_measured_runs_fit_in() -> None:
-    outcomes, skipped = validate_rows(read_table(RUNS), ZOO, read_framework_constants())
+    outcomes, skipped = validate_rows(read_table(RUNS), ZOO, published_constants())
     memory = report_of(outcomes, skipped).total.memory
     assert not skipped
     assert memory is not None

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from autopar.planner.costs.prediction import Recompute
-from autopar.planner.costs.steps.framework import read_framework_constants
-from benchmarks.validation.host_work import with_host
+from benchmarks.validation.host_work import published_constants, with_host
 from benchmarks.validation.outcome import MemoryKind, memory_kind, validate_rows
 from benchmarks.validation.predict_row import predict_row
 from benchmarks.validation.report import report_of
@@ -18,7 +17,7 @@ from tests.clock import least_seconds
 from tests.planner.costs.step_factories import LAYER
 
 ZOO = Path(__file__).parents[3] / "models_zoo"
-CONSTANTS = read_framework_constants()
+CONSTANTS = published_constants()
 
 
 def seconds_of(row: Row) -> dict[str, float]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from autopar.planner.costs.prediction import Arrangement, LayerCost, Zero
 from autopar.planner.costs.schedules.table import ScheduleKind
-from autopar.planner.costs.steps.framework import FrameworkConstants, HostWork
+from autopar.planner.costs.steps.framework import FrameworkConstants
 from autopar.planner.precision import Compression, Precision
 
 LAYER = LayerCost(
@@ -55,12 +55,6 @@ SILENT = FrameworkConstants(
     host_memory_share=0.65,
     host_link_share=0.8,
     margin=0.0,
-    host=HostWork(
-        op_seconds=0.0,
-        collective_seconds=0.0,
-        checkpoint_forward_seconds=0.0,
-        checkpoint_backward_seconds=0.0,
-    ),
     fuses_gradients=True,
 )
 

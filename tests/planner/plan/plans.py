@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cache
 from typing import Any
 
@@ -42,6 +42,7 @@ from autopar.planner.plan.plan import (
     PlannedStage,
     Proof,
     RunnerUp,
+    StoredPlan,
 )
 from autopar.planner.plan.telling.explanation import class_layouts
 from autopar.planner.precision import Compression, Precision
@@ -295,3 +296,8 @@ def split_plan(name: str = "gpt2.py", axis: str = "ffn", **changes: Any) -> Plan
         crossing=tuple(ParameterLayout(name=one, layout=layout(one)) for one in crossing),
         **changes,
     )
+
+
+def without_graph(plan: StoredPlan) -> StoredPlan:
+    """Return a plan as plan.json has it."""
+    return StoredPlan(**{one.name: getattr(plan, one.name) for one in fields(StoredPlan)})

@@ -29,7 +29,6 @@ def test_the_fit_finds_the_line_that_samples_lie_on(ranks: int) -> None:
     found = fit(made(50e-6, 2e9, ranks), ranks)
     assert found.alpha_seconds == pytest.approx(50e-6)
     assert found.bytes_per_second == pytest.approx(2e9)
-    assert found.worst < 1e-9
 
 
 def test_neither_latency_nor_rate_is_ever_negative() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, replace
+from dataclasses import replace
 
 import pytest
 
@@ -23,7 +23,6 @@ def test_all_constants_are_read_with_their_units() -> None:
     assert 0 < constants.overlap_slowdown < 1
     assert 0 < constants.margin < 1
     assert constants.context_bytes > 2**29
-    assert all(0 < seconds < 0.01 for seconds in astuple(constants.host))
 
 
 HOST = HostShare(memory_bytes=10**12, memory_bytes_per_second=100e9, bytes_per_second=10e9)

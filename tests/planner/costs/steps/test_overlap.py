@@ -9,15 +9,19 @@ from hypothesis import strategies as st
 from autopar.planner.costs.steps.overlap import (
     LayerLoad,
     Overlapped,
+    Seconds,
     bucketed_reduction,
     forward_during_gather,
     gathered_after_optimizer_seconds,
     hierarchical_reduction_seconds,
-    linear_seconds,
     sharded_backward,
     sharded_forward,
 )
 from autopar.planner.errors import InputError
+
+
+def linear_seconds(*, alpha_seconds: float, bytes_per_second: float) -> Seconds:
+    return lambda size_bytes: alpha_seconds + size_bytes / bytes_per_second if size_bytes else 0.0
 
 
 def one_second_per_byte(size_bytes: float) -> float:
@@ -61,12 +65,6 @@ def all_overlaps(layers: list[LayerLoad], slowdown: float) -> list[Overlapped]:
         sharded_backward(layers, wire, wire, slowdown=slowdown),
         forward_during_gather(layers, wire, slowdown=slowdown),
     ]
-
-
-def test_a_line_of_bytes_takes_alpha_and_bytes_over_beta() -> None:
-    seconds = linear_seconds(alpha_seconds=2, bytes_per_second=10)
-    assert seconds(30) == 5
-    assert seconds(0) == 0
 
 
 def test_hsdp_sums_over_replicas_only_the_own_shard() -> None:

@@ -81,7 +81,7 @@ def sizes(store: Cache) -> Mapping[Path, int]:
 def test_a_traced_model_comes_back_exactly(name: str, store: Cache, question: Question) -> None:
     assert question.find(store) is None
     question.keep(traced(name), store)
-    assert repr(question.find(store)) == repr(traced(name, is_recalled=True))
+    assert repr(question.find(store)) == repr(traced(name))
     (entry,) = sizes(store)
     assert entry.stat().st_mode & 0o077 == 0, "nobody else reads what a model computes"
 

@@ -33,9 +33,9 @@ from autopar.planner.plan.files.document import (
     write_plan,
 )
 from autopar.planner.plan.files.graph import graph_document, graph_of, value_document, value_of
-from autopar.planner.plan.plan import with_graph, without_graph
+from autopar.planner.plan.plan import with_graph
 from tests.clock import least_seconds
-from tests.planner.plan.plans import parts_of, prediction, small_plan, split_plan
+from tests.planner.plan.plans import parts_of, prediction, small_plan, split_plan, without_graph
 from tests.planner.subjects import ZOO_MODELS, zoo_graph
 
 texts = st.text(st.characters(codec=None))  # lone surrogates too: names come from users

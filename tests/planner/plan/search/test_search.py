@@ -17,14 +17,14 @@ from autopar.planner.graph.layouts import WHOLE, ParameterLayout
 from autopar.planner.plan.declared.constraints import Declared, RecomputePin, SplitRule, StagePin
 from autopar.planner.plan.files.consistency import faults_of, layout_faults
 from autopar.planner.plan.files.document import parse_plan, plan_text
-from autopar.planner.plan.plan import Plan, without_graph
+from autopar.planner.plan.plan import Plan
 from autopar.planner.plan.search.points import Variant
 from autopar.planner.plan.search.search import Explorer, search
 from autopar.planner.plan.solving.costing import SearchSubject
 from autopar.planner.precision import Compression, Precision
 from autopar.planner.programs.layouts.edges import crossing_tensors
 from tests.cells import cells
-from tests.planner.plan.plans import model, parts_of
+from tests.planner.plan.plans import model, parts_of, without_graph
 from tests.planner.plan.searches import TINY_GPT2, declared, planned
 from tests.planner.programs.layouts.layout_checks import check
 from tests.planner.subjects import ZOO_MODELS

@@ -12,10 +12,12 @@ from autopar.planner.cluster.cluster import Cluster
 from autopar.planner.cluster.file import choose_cluster
 from autopar.planner.costs.prediction import Arrangement, LayerCost, Modes, Recompute, Zero
 from autopar.planner.costs.schedules.orders import PipelineShape
+from autopar.planner.costs.schedules.paths import Chains, first_chains
 from autopar.planner.costs.schedules.table import SCHEDULES, ScheduleKind, refusal
 from autopar.planner.costs.steps.framework import read_framework_constants
 from autopar.planner.costs.steps.stage_load import rank_groups
 from autopar.planner.costs.steps.step import predict
+from autopar.planner.programs.stages.choice import EXACT, Chooser, Effort, StageAnswer, answered
 from autopar.planner.programs.stages.question import StageQuestion
 from tests.planner.costs.step_factories import ARRANGEMENT, LAYER, SILENT
 
@@ -294,3 +296,13 @@ def _keeps_most_first(row: tuple[Modes, ...], modes: tuple[Recompute, ...]) -> b
             return False
         before[id(one)] = place
     return True
+
+
+def choose_stages(
+    question: StageQuestion, *, cutoff_seconds: float = math.inf, effort: Effort = EXACT
+) -> StageAnswer:
+    """Return the best cut of the layers into stages, with its modes, and a bound of all cuts."""
+    chains = Chains(first_chains(question.arrangement.schedule, question.shape))
+    chooser = Chooser(question, effort, chains)
+    chooser.ask(cutoff_seconds, effort)
+    return answered(chooser)

@@ -22,7 +22,6 @@ from autopar.planner.programs.stages.choice import (
     THOROUGH,
     Effort,
     StageAnswer,
-    choose_stages,
 )
 from autopar.planner.programs.stages.mixes import even_cut, least_seconds
 from autopar.planner.programs.stages.modes import PricedCut
@@ -35,6 +34,7 @@ from tests.planner.programs.stages.stage_cases import (
     Truth,
     best_within,
     brute_force,
+    choose_stages,
     on_host,
     prices,
     random_case,
