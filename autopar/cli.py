@@ -18,7 +18,7 @@ import typer
 from typer.core import TyperCommand
 
 import autopar
-from autopar.command_line import Command, CommandGroup
+from autopar.commands import Command, CommandGroup
 from autopar.planner.errors import AutoparError, ExitCode, InputError
 
 # The module and the function of each command.

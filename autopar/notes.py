@@ -10,10 +10,10 @@ from autopar.planner.axes.infer import GraphAxes
 from autopar.planner.cluster.cluster import Backend, Cluster
 from autopar.planner.cluster.toml_reading import bytes_text, seconds_text
 from autopar.planner.costs.prediction import Compile, Offload
+from autopar.planner.findings import OptimizerTraits
 from autopar.planner.findings.loss import counted_by
 from autopar.planner.findings.numbers import unaligned, unpriced
 from autopar.planner.findings.rows import meeting_rows, norm_of_rows
-from autopar.planner.findings.traits import OptimizerTraits
 from autopar.planner.findings.writes import objects_given
 from autopar.planner.graph.graph import Graph
 from autopar.planner.graph.ops import GradientUse

@@ -14,7 +14,7 @@ import typer
 
 import autopar
 from autopar.cli import main
-from autopar.command_line import Command
+from autopar.commands import Command
 from autopar.console import results, status_line
 from autopar.planner.files import check_writable, refuse_others, write_whole
 from benchmarks.validation.host_work import published_constants

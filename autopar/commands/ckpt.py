@@ -20,7 +20,7 @@ from autopar.checkpoints import (
     verified_in,
     whole_checkpoint,
 )
-from autopar.command_line import Command, CommandGroup
+from autopar.commands import Command, CommandGroup
 from autopar.console import print_json, print_note, progress, results
 from autopar.pages.other_pages import difference_page, list_page, verified_page
 from autopar.planner.errors import ExitCode, InputError

@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from autopar.command_line import Command, CommandGroup
+from autopar.commands import Command, CommandGroup
 from autopar.console import print_json, print_note, results
 from autopar.planner.cluster.detected import (
     BEGINNING,

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from autopar.codegen.forward.calls import call_line, function_line, unnamed_function
 from autopar.codegen.forward.local_sizes import local_arguments, result_sizes
-from autopar.codegen.forward.opening.opening import Opening, is_split_random
+from autopar.codegen.forward.opening import Opening, is_split_random
 from autopar.codegen.forward.ops.arguments import whole_number
 from autopar.codegen.forward.ops.sizes import wanted, whole_sizes
 from autopar.codegen.forward.ops.special_ops import (

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 from autopar.codegen.forward.body import BodyBuilder
 from autopar.codegen.forward.opened import CrossingTensor, bind_batch, returned
-from autopar.codegen.forward.opening.opening import Opening, splits_rows
+from autopar.codegen.forward.opening import Opening, splits_rows
 from autopar.codegen.forward.reading.forward_source import LOSS, as_tuple, is_mapping, pairs
 from autopar.codegen.forward.reading.modules import Argument, Module
 from autopar.codegen.forward.scope import PrintAgainError
-from autopar.codegen.forward.writing.writer import Style, written
+from autopar.codegen.forward.writing import Style, written
 from autopar.codegen.text.expressions import (
     Expression,
     LocalTensor,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from types import NoneType
 
 from autopar.codegen.forward.body import BodyBuilder
-from autopar.codegen.forward.opening.opening import Opening
+from autopar.codegen.forward.opening import Opening
 from autopar.codegen.forward.reading.forward_source import (
     LOSS,
     ROOT,
@@ -18,7 +18,7 @@ from autopar.codegen.forward.reading.forward_source import (
 )
 from autopar.codegen.forward.reading.modules import Imported
 from autopar.codegen.forward.scope import PrintAgainError
-from autopar.codegen.forward.writing.writer import Style, written
+from autopar.codegen.forward.writing import Style, written
 from autopar.codegen.text.expressions import (
     Expression,
     LocalTensor,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from autopar.codegen.forward.opening.opening import Opening
+from autopar.codegen.forward.opening import Opening
 from autopar.codegen.forward.ops import arguments as conversions
 from autopar.codegen.forward.ops.sizes import ReadableSizes
 from autopar.codegen.forward.reading.author_names import attributes_given, caller

@@ -29,8 +29,8 @@ from autopar.codegen.forward.opened import (
     returned,
     store_outputs,
 )
+from autopar.codegen.forward.opening import Opening
 from autopar.codegen.forward.opening.cutting import Cutter, StagePiece
-from autopar.codegen.forward.opening.opening import Opening
 from autopar.codegen.forward.reading.forward_source import LOSS, ROOT, is_plain
 from autopar.codegen.forward.reading.modules import (
     FIRST_STAGE,

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 from autopar.codegen.forward.body import BodyBuilder
 from autopar.codegen.forward.opened import bind_batch
+from autopar.codegen.forward.opening import Opening
 from autopar.codegen.forward.opening.opener import open_calls
-from autopar.codegen.forward.opening.opening import Opening
 from autopar.codegen.forward.reading.forward_source import LOSS, CallTree
 from autopar.codegen.forward.reading.split import SplitGraph
-from autopar.codegen.forward.writing.writer import Style, written
+from autopar.codegen.forward.writing import Style, written
 from autopar.codegen.text.expressions import (
     Binding,
     Expression,

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from autopar.codegen.forward.reading.forward_source import ROOT, leaves
 from autopar.codegen.proof.verification import GivenScript
+from autopar.codegen.script import ScriptSetting, lines
 from autopar.codegen.script.model_calls import model_arguments, model_calls
 from autopar.codegen.script.render import (
     check_plain_loop,
@@ -22,7 +23,6 @@ from autopar.codegen.script.render import (
     script_imports,
     with_checksum,
 )
-from autopar.codegen.script.script_view import ScriptSetting, lines
 from autopar.codegen.subject import PlannedSubject
 from autopar.codegen.text.values import (
     KNOWN_ALONE,

@@ -1,1 +1,123 @@
-"""Turns a plan into its script's view, and that into checked text."""
+"""Turns a plan into its script's view, whose parts have templates, and that into checked text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from autopar.codegen.text.values import Source, identifier, remark
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptSetting:
+    """A constant and its meaning."""
+
+    name: str
+    value: Source
+    meaning: str
+
+
+def lines(settings: Iterable[ScriptSetting]) -> Source:
+    """Return the settings as lines, each an assignment with a comment."""
+    return Source(
+        "\n".join(f"{identifier(s.name)} = {s.value}  {remark(s.meaning)}" for s in settings)
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadView:
+    """Everything above the first function, and the classes (train.py.j2)."""
+
+    docstring: Source
+    model_imports: Source
+    functions: Source  # of the model file
+    settings: Source
+    plan: Source
+    model_source: Source  # the model's files, and their digest
+    classes: Source  # opened modules, stages, and a split loss
+    tables: Source  # data that refers to those classes
+
+
+@dataclass(frozen=True, slots=True)
+class Recomputation:
+    """A table of layers with one recompute mode, and what the script does with each."""
+
+    table: str
+    call: Source
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuildView:
+    """The function that builds a rank's modules (build.py.j2)."""
+
+    is_pipelined: bool
+    built: str  # the variable that is wrapped: the model, or a part of it
+    has_ties: bool
+    has_splits: bool
+    has_classes: bool  # printed classes, which replace those of modules
+    has_unread: bool  # parameters that the loss does not depend on
+    has_writing: bool  # layers that write to memory that other code reads
+    has_steady: bool  # buffers that are written once a step, not in each microbatch
+    float8: Source  # the call that lets linear layers multiply in float8, or ""
+    compiling: Source  # the call that compiles layers with torch.compile, or ""
+    recomputations: tuple[Recomputation, ...]
+    wrapping: Source
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepView:
+    """The loss of a microbatch, and one training step (step.py.j2)."""
+
+    is_pipelined: bool
+    model_class: Source
+    model_arguments: Source
+    axis_argument: Source
+    axis_value: Source
+    loss: Source
+    counting: Source  # the function that counts a batch's targets
+    waits_for_last: Source  # a comment on work that waits for the last microbatch
+    scales_loss: bool  # fp16
+    scaling: Source  # of a pipeline's losses
+    parts: Source  # the rank's modules
+    has_replicated: bool
+    has_ties: bool
+    clipping: Source
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingView:
+    """The function `main` (training.py.j2)."""
+
+    products: str  # how products of fp32 are rounded; empty for torch's default
+    product_units: str  # the dtype of the units that compute them
+    start: Source
+    prints_forwards: bool  # forwards of the model's classes
+    has_dataset: bool
+    weighing: Source  # a comment about the weights of microbatches
+    reading: Source  # the call that yields microbatches
+    evaluation: Source  # the call that sets up evaluation; empty without one
+    parts: Source  # the rank's modules
+    split_argument: Source
+    default_optimizer: Source  # the optimizer if the model file has none
+    optimizer: Source
+    outer: Source  # the call that makes the outer optimizer of local steps; empty without them
+    streams: bool  # outer steps of parts of the model in turn
+    scheduler: Source  # the call that creates the learning-rate schedule; empty without one
+    plain_model: Source  # the call `PlainModel(…)`: a loss in plain PyTorch
+    first_step: Source  # the call that compares the first loss
+    scales_loss: bool  # fp16
+    seeding: Source  # a comment on which ranks draw their own random numbers
+    kept: Source  # what a checkpoint contains
+    measures: bool  # whether the model file has metrics()
+    units: Source  # the constant with the samples or tokens of a step
+    unit: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptView:
+    """The parts of a script from top to bottom; parts that a plan does not need are empty."""
+
+    head: HeadView
+    build: BuildView
+    step: StepView
+    training: TrainingView

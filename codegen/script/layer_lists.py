@@ -10,6 +10,7 @@ from types import MappingProxyType
 
 from autopar.codegen.forward.classes import CROSSING
 from autopar.codegen.forward.opened import CrossingTensor, OpenedSource, StageClass
+from autopar.codegen.script import Recomputation
 from autopar.codegen.script.parameter_tables import (
     aliases_of,
     names_with_aliases,
@@ -17,7 +18,6 @@ from autopar.codegen.script.parameter_tables import (
     outermost,
     split_text,
 )
-from autopar.codegen.script.script_view import Recomputation
 from autopar.codegen.subject import PlannedSubject
 from autopar.codegen.text.values import (
     Bracketed,

@@ -14,10 +14,10 @@ from typing import Any
 from autopar.codegen.forward.opened import OpenedSource
 from autopar.codegen.forward.reading.modules import Imported
 from autopar.codegen.forward.targets import DIVISOR
+from autopar.codegen.script import ScriptSetting
 from autopar.codegen.script.layer_lists import crossings_follow_rows
 from autopar.codegen.script.parameter_tables import half_buffers
 from autopar.codegen.script.render import sorted_imports
-from autopar.codegen.script.script_view import ScriptSetting
 from autopar.codegen.script.settings_lines import has_batch_norm, parts, sums_rows
 from autopar.codegen.subject import PlannedSubject
 from autopar.codegen.text.expressions import is_identifier

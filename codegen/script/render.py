@@ -16,7 +16,7 @@ from types import MappingProxyType
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from autopar.codegen.script.script_view import ScriptView
+from autopar.codegen.script import ScriptView
 from autopar.codegen.text.lines import from_line, imports_of
 from autopar.codegen.text.values import (
     KNOWN,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import groupby
 from textwrap import wrap
 
-from autopar.codegen.script.script_view import ScriptSetting
+from autopar.codegen.script import ScriptSetting
 from autopar.codegen.text.values import WIDTH, Source, identifier, literal, prose
 from autopar.planner.cluster.cluster import Backend
 from autopar.planner.cluster.toml_reading import bytes_text, seconds_text

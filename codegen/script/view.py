@@ -9,6 +9,14 @@ from pathlib import Path
 from autopar.codegen.forward.classes import CROSSING
 from autopar.codegen.forward.opened import OpenedClass, OpenedSource
 from autopar.codegen.forward.reading.modules import LOSS_STAGE, Imported
+from autopar.codegen.script import (
+    BuildView,
+    HeadView,
+    ScriptView,
+    StepView,
+    TrainingView,
+    lines,
+)
 from autopar.codegen.script.layer_lists import (
     StageTables,
     compile_call,
@@ -44,14 +52,6 @@ from autopar.codegen.script.parameter_tables import (
     parameter_tables,
     patterns,
     unread,
-)
-from autopar.codegen.script.script_view import (
-    BuildView,
-    HeadView,
-    ScriptView,
-    StepView,
-    TrainingView,
-    lines,
 )
 from autopar.codegen.script.settings_lines import (
     docstring,

@@ -1,1 +1,39 @@
-"""Finds properties of a model that restrict plans: mixed rows, means, writes, optimizers."""
+"""Finds properties of a model that restrict plans: mixed rows, means, writes, optimizers.
+
+Those of an optimizer and its schedule are here, as data that needs no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import NamedTuple
+
+
+class ScheduleEnd(NamedTuple):
+    """The step in which a schedule raises an error, the error's message, and where it is raised."""
+
+    step: int
+    said: str
+    where: str
+
+
+class Reach(IntEnum):
+    """What the update of an element depends on, beside the element's own gradients."""
+
+    NUMBER = 0  # nothing else
+    PARAMETER = 1  # other elements of its parameter
+    MODEL = 2  # other parameters
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerTraits:
+    """Properties of an optimizer, found by trying it."""
+
+    name: str
+    reach: Reach
+    groups_by_position: bool  # groups depend on positions in the list of parameters
+    moments: tuple[float, ...]  # of each trainable parameter: see Parameter.moments
+    draws: bool = False  # its step draws random numbers
+    own_tensors: tuple[str, ...] = ()  # see `own_tensors` in optimizer_call.py
+    ends: ScheduleEnd | None = None  # where its schedule fails

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.planner.errors import AutoparError, InputError
+from autopar.planner.findings import OptimizerTraits, Reach
 from autopar.planner.findings.optimizer_call import (
     NAME,
     Make,
@@ -32,7 +33,6 @@ from autopar.planner.findings.optimizer_call import (
     own_tensors,
     schedule_end,
 )
-from autopar.planner.findings.traits import OptimizerTraits, Reach
 from autopar.planner.findings.writes import check_stepped_state
 from autopar.planner.graph.graph import Graph
 from autopar.planner.model.model_file import ModelFile

@@ -19,7 +19,7 @@ from torch.optim import AdamW, Optimizer
 from torch.utils._pytree import tree_leaves
 
 from autopar.planner.errors import InputError, text_of
-from autopar.planner.findings.traits import ScheduleEnd
+from autopar.planner.findings import ScheduleEnd
 from autopar.planner.graph.graph import Graph
 from autopar.planner.model.guard import user_location
 from autopar.planner.model.model_file import ModelFile

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from autopar.planner.costs.prediction import Compile
 from autopar.planner.errors import AutoparError, ExitCode, InputError
-from autopar.planner.findings.traits import OptimizerTraits
+from autopar.planner.findings import OptimizerTraits
 from autopar.planner.graph.graph import Graph
 from autopar.planner.model.model_file import ModelFile, load_model_file, model_path
 from autopar.planner.plan.declared.limits import with_moments

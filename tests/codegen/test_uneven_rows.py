@@ -11,7 +11,7 @@ from autopar.codegen.emit import write_script
 from autopar.codegen.proof.comparison import compared
 from autopar.codegen.proof.plain import task_of
 from autopar.codegen.proof.verification import axes_of
-from autopar.codegen.script.script_view import lines
+from autopar.codegen.script import lines
 from autopar.codegen.script.settings_lines import planned
 from autopar.planner.costs.prediction import Zero
 from autopar.planner.plan.files.consistency import faults_of

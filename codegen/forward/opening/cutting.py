@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from autopar.codegen.forward.opening.opening import Opening
+from autopar.codegen.forward.opening import Opening
 from autopar.codegen.forward.reading.forward_source import LOSS, ROOT, CallTree, is_plain
 from autopar.codegen.forward.reading.split import SplitGraph
 from autopar.codegen.text.expressions import LocalTensor

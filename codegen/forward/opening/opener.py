@@ -17,7 +17,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from autopar.codegen.forward.opening.opening import (
+from autopar.codegen.forward.opening import (
     Opening,
     calls_given_none,
     calls_missing_state,

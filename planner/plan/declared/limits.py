@@ -10,8 +10,8 @@ from typing import Any
 from autopar.planner.cluster.cluster import Cluster
 from autopar.planner.costs.prediction import Offload, Zero
 from autopar.planner.errors import InfeasibleError, InputError
+from autopar.planner.findings import OptimizerTraits, Reach
 from autopar.planner.findings.rows import meeting_rows, norm_of_rows
-from autopar.planner.findings.traits import OptimizerTraits, Reach
 from autopar.planner.graph.graph import Graph
 from autopar.planner.graph.ops import GradientUse, Op, OwnGradient
 from autopar.planner.plan.declared.constraints import (

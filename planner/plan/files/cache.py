@@ -28,7 +28,7 @@ from pydantic import BaseModel, ConfigDict
 from autopar import planner
 from autopar.planner.errors import InputError
 from autopar.planner.files import read_given, write_whole
-from autopar.planner.findings.traits import OptimizerTraits
+from autopar.planner.findings import OptimizerTraits
 from autopar.planner.graph.graph import Graph
 from autopar.planner.model.functions import DATA_READS, sources, state_of
 from autopar.planner.plan.files.graph import GraphDocument, graph_document, graph_of

@@ -17,8 +17,8 @@ from torch.optim import lr_scheduler
 from autopar.planner.annotate import state_of
 from autopar.planner.costs.prediction import Zero
 from autopar.planner.errors import InputError
+from autopar.planner.findings import Reach
 from autopar.planner.findings.optimizer import optimizer_traits
-from autopar.planner.findings.traits import Reach
 from autopar.planner.graph.graph import Graph
 from autopar.planner.model.model_file import ModelFile, load_model_file
 from autopar.planner.plan.declared.limits import with_moments, with_optimizer

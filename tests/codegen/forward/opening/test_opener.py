@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from autopar.codegen.forward.opening import has_split_row_count, is_changed
 from autopar.codegen.forward.opening.opener import open_calls
-from autopar.codegen.forward.opening.opening import has_split_row_count, is_changed
 from autopar.codegen.forward.reading.forward_source import LOSS, ROOT, call_tree
 from autopar.codegen.forward.reading.modules import modules_of
 from autopar.codegen.forward.reading.split import SplitGraph, split_graph

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from autopar.codegen.forward.opening.opening import with_own_rows
+from autopar.codegen.forward.opening import with_own_rows
 from autopar.codegen.forward.reading.modules import modules_of
 from autopar.codegen.forward.reading.split import SplitGraph, split_graph
 from autopar.planner.graph.layouts import REPLICATED, OpLayout, split

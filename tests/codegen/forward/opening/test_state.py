@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from autopar.codegen.forward.opening import Opening
 from autopar.codegen.forward.opening.opener import open_calls
-from autopar.codegen.forward.opening.opening import Opening
 from autopar.codegen.forward.reading.forward_source import LOSS, call_tree
 from autopar.codegen.forward.reading.modules import modules_of
 from autopar.codegen.forward.reading.split import split_graph

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from autopar.planner.findings.traits import OptimizerTraits, Reach, ScheduleEnd
+from autopar.planner.findings import OptimizerTraits, Reach, ScheduleEnd
 from autopar.planner.model.functions import DATA_READS
 from autopar.planner.model.model_file import import_file
 from autopar.planner.plan.files import cache
