@@ -171,7 +171,9 @@ def _is_right_unchanged(function: FunctionCall, ops: Sequence[Op], body: Availab
     if any(_is_special(op, body) for op in ops):
         return False
     if any(
-        name in made and len(split.way(op, i)) > 1 for op in ops for i, name in enumerate(op.inputs)
+        name in made and len(split.layouts_in_turn(op, i)) > 1
+        for op in ops
+        for i, name in enumerate(op.inputs)
     ):
         return False
     names = {op.name for op in ops}

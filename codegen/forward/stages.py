@@ -73,8 +73,8 @@ def _keeps_signature(opening: Opening) -> bool:
     """Whether the root keeps its signature: its result is plain, and it needs no loss weights."""
     graph, weighed = opening.split.graph, opening.split.weighed
     weighs = any(op.name in weighed and op.call != LOSS for op in graph.ops)
-    goes_on = weighs or (LOSS in opening.opened and bool(opening.tree.hidden(LOSS)))
-    return is_plain(graph.calls[ROOT].result) and not goes_on
+    adds_loss = weighs or (LOSS in opening.opened and bool(opening.tree.hidden(LOSS)))
+    return is_plain(graph.calls[ROOT].result) and not adds_loss
 
 
 def _whole(opening: Opening) -> StageClass:
@@ -127,7 +127,7 @@ class _Printer:
         part = self.cutter.part(number)
         builder = self._builder(part)
         result = self._result(part, builder)
-        absent = self._shown(part, builder)
+        absent = self._store_for_metrics(part, builder)
         body, signature = builder.body(result), self._signature(part, builder)
         module, doc = _with_result(self.module, len(part.gives)), self._docstring(number, part)
         printed = forward(module, body, builder, signature, docstring=doc)
@@ -280,10 +280,13 @@ class _Printer:
             return builder.value(self.graph.loss, WHOLE)
         return returned(builder, self.graph.calls[ROOT].result)
 
-    def _shown(self, part: StagePiece, builder: BodyBuilder) -> tuple[str, ...]:
-        """Store outputs for metrics() if the stage returns the loss; return those it cannot."""
-        goes_on = self.returns_loss and not part.gives
-        if not goes_on or not self.split.has_metrics:
+    def _store_for_metrics(self, part: StagePiece, builder: BodyBuilder) -> tuple[str, ...]:
+        """Store the model's outputs for metrics() if this stage returns the loss instead.
+
+        Return the names of those that cannot be stored.
+        """
+        hides_outputs = self.returns_loss and not part.gives
+        if not hides_outputs or not self.split.has_metrics:
             return ()
         return store_outputs(builder, self.graph.calls[ROOT].result)
 
@@ -336,7 +339,7 @@ class _Printer:
 
 def _with_result(module: Module, gives: int) -> Module:
     if gives == 0:
-        return replace(module, returns="Tensor" if module.returns == "Tensor" else module.returns)
+        return module
     kind = "Tensor" if gives == 1 else f"tuple[{', '.join(['Tensor'] * gives)}]"
     return replace(module, returns=kind)
 

@@ -90,9 +90,9 @@ def _traits(model_file: ModelFile, graph: Graph) -> OptimizerTraits | None:
     every = _stand_ins_of(graph, built)
     by_size = {one.size: one for one in every}
     # AdamW treats parameters of one size alike, so one stand-in of each size is enough.
-    sizes = list(by_size.values()) if model_file.build_optimizer is None else every
+    stand_ins = list(by_size.values()) if model_file.build_optimizer is None else every
     try:
-        optimizer = make(_stand_ins(sizes))
+        optimizer = make(_stand_ins(stand_ins))
     except AutoparError as error:
         if _is_mistake(error.__cause__) or _fails_in_full(model_file, error.__cause__):
             raise
@@ -122,16 +122,16 @@ def _traits(model_file: ModelFile, graph: Graph) -> OptimizerTraits | None:
         ends = schedule_end(model_file, model_file.build_scheduler(optimizer))
     check_stepped_state(model_file.path, built, partial(_step_once, optimizer, scheduler))
     try:
-        kept = _moments(make, sizes)
-        if len(sizes) < len(every):
+        kept = _moments(make, stand_ins)
+        if len(stand_ins) < len(every):
             of_size = dict(zip(by_size, kept, strict=True))
             kept = tuple(of_size[one.size] for one in every)
         return OptimizerTraits(
             name=type(optimizer).__name__,
-            reach=_reach(make, sizes),
-            groups_by_position=_groups_by_place(make, model_file.build_scheduler, sizes),
+            reach=_reach(make, stand_ins),
+            groups_by_position=_groups_by_position(make, model_file.build_scheduler, stand_ins),
             moments=kept,
-            draws=_stepped(make, _stand_ins(sizes), [torch.ones(())] * len(sizes)).draws,
+            draws=_stepped(make, _stand_ins(stand_ins), [torch.ones(())] * len(stand_ins)).draws,
             own_tensors=own_tensors(optimizer),
             ends=ends,
         )
@@ -222,10 +222,10 @@ def _step_once(optimizer: Any, scheduler: Any) -> None:
         scheduler.step()
 
 
-def _stand_ins(sizes: Sequence[StandIn]) -> list[nn.Parameter]:
+def _stand_ins(stand_ins: Sequence[StandIn]) -> list[nn.Parameter]:
     """Return parameters with random values, marked like the originals."""
     made, found = torch.Generator().manual_seed(0), []
-    for one in sizes:
+    for one in stand_ins:
         found.append(nn.Parameter(torch.randn(one.size, generator=made)))
         if one.original is not None:
             marked_like(found[-1], one.original)
@@ -233,29 +233,31 @@ def _stand_ins(sizes: Sequence[StandIn]) -> list[nn.Parameter]:
     return found
 
 
-def _reach(make: Make, sizes: Sequence[StandIn]) -> Reach:
+def _reach(make: Make, stand_ins: Sequence[StandIn]) -> Reach:
     """Return an optimizer's reach: change some elements, and see whether others' updates change."""
-    second_ones = [torch.full((_count(one),), bool(n % 2)) for n, one in enumerate(sizes)]
-    if not _same_where_unchanged(make, sizes, second_ones):
+    second_ones = [torch.full((_count(one),), bool(n % 2)) for n, one in enumerate(stand_ins)]
+    if not _same_where_unchanged(make, stand_ins, second_ones):
         return Reach.MODEL
-    second_halves = [torch.arange(_count(one)) >= (_count(one) + 1) // 2 for one in sizes]
+    second_halves = [torch.arange(_count(one)) >= (_count(one) + 1) // 2 for one in stand_ins]
     if not all(
-        _same_where_unchanged(make, sizes, changed)
-        for changed in (second_halves, _every_second(sizes))
+        _same_where_unchanged(make, stand_ins, changed)
+        for changed in (second_halves, _every_second(stand_ins))
     ):
         return Reach.PARAMETER
     return Reach.NUMBER
 
 
-def _every_second(sizes: Sequence[StandIn]) -> list[Tensor]:
+def _every_second(stand_ins: Sequence[StandIn]) -> list[Tensor]:
     """Return a mask for each parameter, of every second element along each dim (a chessboard)."""
-    places = (torch.ones(one.size).nonzero().sum(1) for one in sizes)
+    places = (torch.ones(one.size).nonzero().sum(1) for one in stand_ins)
     return [one % 2 == 1 for one in places]
 
 
-def _same_where_unchanged(make: Make, sizes: Sequence[StandIn], changed: Sequence[Tensor]) -> bool:
+def _same_where_unchanged(
+    make: Make, stand_ins: Sequence[StandIn], changed: Sequence[Tensor]
+) -> bool:
     nothing = [torch.zeros_like(one) for one in changed]
-    plain, other = _updates(make, sizes, nothing), _updates(make, sizes, changed)
+    plain, other = _updates(make, stand_ins, nothing), _updates(make, stand_ins, changed)
     if not all(bool(one.isfinite().all()) for one in (*plain, *other)):
         raise ArithmeticError("updates of stand-ins tell nothing")
     largest = max((float(one.abs().max()) for one in plain), default=0.0)
@@ -265,14 +267,15 @@ def _same_where_unchanged(make: Make, sizes: Sequence[StandIn], changed: Sequenc
     )
 
 
-def _updates(make: Make, sizes: Sequence[StandIn], changed: Sequence[Tensor]) -> list[Tensor]:
+def _updates(make: Make, stand_ins: Sequence[StandIn], changed: Sequence[Tensor]) -> list[Tensor]:
     """Return each element's change over some steps.
 
     Elements in `changed` begin 10 times larger, and get gradients that are 10 times larger.
     """
-    parameters = _stand_ins(sizes)
+    parameters = _stand_ins(stand_ins)
     factors = [
-        1 + 9 * is_changed.view(one.size) for is_changed, one in zip(changed, sizes, strict=True)
+        1 + 9 * is_changed.view(one.size)
+        for is_changed, one in zip(changed, stand_ins, strict=True)
     ]
     with torch.no_grad():
         for parameter, factor in zip(parameters, factors, strict=True):
@@ -323,9 +326,9 @@ def _other_states(optimizer: Any) -> bytes:
     return pickle.dumps((random.getstate(), np.random.get_state(), owned))
 
 
-def _moments(make: Make, sizes: Sequence[StandIn]) -> tuple[float, ...]:
+def _moments(make: Make, stand_ins: Sequence[StandIn]) -> tuple[float, ...]:
     """Return how many fp32 numbers per element the optimizer keeps for each parameter."""
-    parameters = _stand_ins(sizes)
+    parameters = _stand_ins(stand_ins)
     state = _stepped(make, parameters, [torch.ones(())] * len(parameters)).optimizer.state
     return tuple(
         sum(
@@ -341,9 +344,11 @@ def _count(one: StandIn) -> int:
     return torch.Size(one.size).numel()
 
 
-def _groups_by_place(make: Make, schedule: Schedule | None, sizes: Sequence[StandIn]) -> bool:
+def _groups_by_position(
+    make: Make, schedule: Schedule | None, stand_ins: Sequence[StandIn]
+) -> bool:
     """Whether parameters get other settings, or an error, if only half of them are given."""
-    parameters = _stand_ins(sizes)
+    parameters = _stand_ins(stand_ins)
     middle = len(parameters) // 2
     if not middle:
         return False
