@@ -132,7 +132,7 @@ def late_bias(op: Op, body: AvailableValues) -> str | None:
         return None
     out, held_as = op.outputs[0], body.split.made(bias.tensor).kind
     ways = [
-        (body.split.layouts_in_turn(user, i)[1:], user)
+        (body.split.layouts_of(user, i)[1:], user)
         for user in body.graph.index.readers[out]
         for i, name in enumerate(user.inputs)
         if name == out

@@ -170,11 +170,8 @@ def _is_right_unchanged(function: FunctionCall, ops: Sequence[Op], body: Availab
         return False
     if any(_is_special(op, body) for op in ops):
         return False
-    if any(
-        name in made and len(split.layouts_in_turn(op, i)) > 1
-        for op in ops
-        for i, name in enumerate(op.inputs)
-    ):
+    pairs = ((op, i) for op in ops for i, name in enumerate(op.inputs) if name in made)
+    if any(len(split.layouts_of(op, i)) > 1 for op, i in pairs):
         return False
     names = {op.name for op in ops}
     read_outside = {

@@ -322,7 +322,7 @@ class AvailableValues:
 
     def _converts_for(self, op: Op, wanted: LocalTensor) -> bool:
         return any(
-            name == wanted.tensor and wanted.layout in self.split.layouts_in_turn(op, i)[1:]
+            name == wanted.tensor and wanted.layout in self.split.layouts_of(op, i)[1:]
             for i, name in enumerate(op.inputs)
         )
 

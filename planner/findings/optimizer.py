@@ -92,7 +92,7 @@ def _traits(model_file: ModelFile, graph: Graph) -> OptimizerTraits | None:
     # AdamW treats parameters of one size alike, so one stand-in of each size is enough.
     stand_ins = list(by_size.values()) if model_file.build_optimizer is None else every
     try:
-        optimizer = make(_stand_ins(stand_ins))
+        optimizer = make(_parameters_for(stand_ins))
     except AutoparError as error:
         if _is_mistake(error.__cause__) or _fails_in_full(model_file, error.__cause__):
             raise
@@ -131,7 +131,9 @@ def _traits(model_file: ModelFile, graph: Graph) -> OptimizerTraits | None:
             reach=_reach(make, stand_ins),
             groups_by_position=_groups_by_position(make, model_file.build_scheduler, stand_ins),
             moments=kept,
-            draws=_stepped(make, _stand_ins(stand_ins), [torch.ones(())] * len(stand_ins)).draws,
+            draws=_stepped(
+                make, _parameters_for(stand_ins), [torch.ones(())] * len(stand_ins)
+            ).draws,
             own_tensors=own_tensors(optimizer),
             ends=ends,
         )
@@ -156,7 +158,7 @@ def _stand_ins_of(graph: Graph, built: nn.Module | None) -> list[StandIn]:
 
 def _refuse_sparse(make: Make, every: Sequence[StandIn], name: str, where: str) -> None:
     """Raise for an optimizer that accepts only sparse gradients."""
-    parameters = [one for one in _stand_ins(every) if one.ndim == 2]
+    parameters = [one for one in _parameters_for(every) if one.ndim == 2]
     if _can_step(make, parameters, is_sparse=False) or not _can_step(
         make, parameters, is_sparse=True
     ):
@@ -222,7 +224,7 @@ def _step_once(optimizer: Any, scheduler: Any) -> None:
         scheduler.step()
 
 
-def _stand_ins(stand_ins: Sequence[StandIn]) -> list[nn.Parameter]:
+def _parameters_for(stand_ins: Sequence[StandIn]) -> list[nn.Parameter]:
     """Return parameters with random values, marked like the originals."""
     made, found = torch.Generator().manual_seed(0), []
     for one in stand_ins:
@@ -272,7 +274,7 @@ def _updates(make: Make, stand_ins: Sequence[StandIn], changed: Sequence[Tensor]
 
     Elements in `changed` begin 10 times larger, and get gradients that are 10 times larger.
     """
-    parameters = _stand_ins(stand_ins)
+    parameters = _parameters_for(stand_ins)
     factors = [
         1 + 9 * is_changed.view(one.size)
         for is_changed, one in zip(changed, stand_ins, strict=True)
@@ -328,7 +330,7 @@ def _other_states(optimizer: Any) -> bytes:
 
 def _moments(make: Make, stand_ins: Sequence[StandIn]) -> tuple[float, ...]:
     """Return how many fp32 numbers per element the optimizer keeps for each parameter."""
-    parameters = _stand_ins(stand_ins)
+    parameters = _parameters_for(stand_ins)
     state = _stepped(make, parameters, [torch.ones(())] * len(parameters)).optimizer.state
     return tuple(
         sum(
@@ -348,7 +350,7 @@ def _groups_by_position(
     make: Make, schedule: Schedule | None, stand_ins: Sequence[StandIn]
 ) -> bool:
     """Whether parameters get other settings, or an error, if only half of them are given."""
-    parameters = _stand_ins(stand_ins)
+    parameters = _parameters_for(stand_ins)
     middle = len(parameters) // 2
     if not middle:
         return False

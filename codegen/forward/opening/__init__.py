@@ -126,7 +126,7 @@ class Opening:
         arrives = self.arrives(tensor, call)
         for op in self.tree.graph.index.readers[tensor]:
             if self.tree.is_inside(op, call):
-                for layout in reversed(self.split.layouts_in_turn(op, op.inputs.index(tensor))[1:]):
+                for layout in reversed(self.split.layouts_of(op, op.inputs.index(tensor))[1:]):
                     place = self.places.get((op.name, tensor, layout))
                     if place is not None and call not in self.tree.chains[place]:
                         return layout

@@ -276,7 +276,7 @@ class _Opener:
                     TensorOrigin.INPUT,
                 ):
                     continue
-                way = self.split.layouts_in_turn(op, i)
+                way = self.split.layouts_of(op, i)
                 for steps in range(2, len(way) + 1):
                     key = (tensor, way[:steps], self._highest(tensor, way[:steps], op))
                     if op not in found[key]:
@@ -312,7 +312,7 @@ class _Opener:
 
     def _all_go(self, tensor: str, way: Way, ops: Sequence[Op]) -> bool:
         return all(
-            self.split.layouts_in_turn(op, i)[: len(way)] == way
+            self.split.layouts_of(op, i)[: len(way)] == way
             for op in ops
             for i, name in enumerate(op.inputs)
             if name == tensor

@@ -155,9 +155,10 @@ class SplitGraph:
     """A graph with its tensors' layouts on a tensor axis of `degree` ranks.
 
     `crossing` has the layouts in which tensors go to other layers; the rest go as they are made.
-    `weighed` are the ops that make the terms of the loss; each has a weight, in this order, by which
-    a microbatch multiplies its term. `own_rows` are inputs of which a rank gets only its rows. `lengths`
-    has the sizes at other lengths. With `has_metrics`, evaluations need the model's outputs.
+    `weighed` are the ops that make the terms of the loss; a microbatch multiplies each by a weight,
+    and the weights have this order. `own_rows` are inputs of which a rank gets only its rows.
+    `lengths` has the sizes at other lengths. With `has_metrics`, evaluations need the model's
+    outputs.
     """
 
     graph: Graph
@@ -184,7 +185,7 @@ class SplitGraph:
         """Return the layout in which an op makes a tensor, or in which ranks store a parameter."""
         return self.gives.get(tensor, WHOLE)
 
-    def layouts_in_turn(self, op: Op, position: int) -> tuple[Layout, ...]:
+    def layouts_of(self, op: Op, position: int) -> tuple[Layout, ...]:
         """Return an input's layouts in turn: as made, as passed between layers, as needed."""
         tensor = op.inputs[position]
         steps = [self.made(tensor)]

@@ -28,7 +28,7 @@ Why this plan: this plan has simpler layouts than the fastest one, and its step 
 The fastest plan found takes 34.35 ms, and none of the 20 arrangements is faster than that. In this
 plan, compute + optimizer takes 82% of the step.
 """
-# Written by autopar 0.2.0 (checksum 82d3ca04098e5c43, plan e9ec21c890184c02).
+# Written by autopar 0.2.0 (checksum f0ee56da176b3cb8, plan e8fbd3a2417e3ec1).
 # Once you edit this file, autopar overwrites it only with --force.
 
 import sys
@@ -133,7 +133,7 @@ class TensorParallelSelfAttention(SelfAttention):
                 q, k, v, dropout_p=self.dropout if self.training else 0.0, is_causal=True
             )
         # from shards of heads to shards of seq
-        y = exchange(y, 1, 2, self.tensor, gather_parts=((12, 1),)).transpose(1, 2)
+        y = exchange(y.transpose(1, 2), 2, 1, self.tensor, gather_parts=((12, 1),))
         y = self.c_proj(y.reshape(batch, local_seq, -1))
         with split_randomness(self.tensor):
             return F.dropout(y, self.dropout, self.training)

@@ -26,11 +26,11 @@ Memory of the fullest device: 22.32 GiB of 68.8 GiB (32%)
     gradients 1.588 GiB, optimizer 4.764 GiB, activations 7.147 GiB, temporary copies 2.936 GiB,
       fragments 1.32 GiB, context 4.5 GiB, the rest 64 MiB
 
-Why this plan: this plan has simpler layouts than the fastest one, and its step is 0.70% longer.
+Why this plan: this plan has simpler layouts than the fastest one, and its step is 0.75% longer.
 The fastest plan found takes 1.009 s, and none of the 4 arrangements is faster than that. In this
 plan, compute + optimizer takes 70% of the step.
 """
-# Written by autopar 0.2.0 (checksum 8e7aac9f043d5ea6, plan f8d30fe937cf67d0).
+# Written by autopar 0.2.0 (checksum 7b93be5a25a8cca6, plan f8d30fe937cf67d0).
 # Once you edit this file, autopar overwrites it only with --force.
 
 import sys
