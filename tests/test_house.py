@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 PRODUCT = ("autopar", "planner", "codegen", "runtime")
 MOST_FILES = 342
 MOST_LINES = 400  # of a file
-MOST_IMPORTS = 0.109  # of the lines of code: neither empty, nor comments, nor docstrings
+MOST_IMPORTS = 0.106  # of the lines of code: neither empty, nor comments, nor docstrings
 
 
 @cache
