@@ -320,8 +320,8 @@ def use_float8(
 ) -> None:
     """Let the nn.Linear modules in the named modules multiply in float8, by torchao.
 
-    Modules in `excluding`, frozen weights and sizes that do not suit the kernels stay as they are, and so
-    does a model in float64, or in a dry run. Call this before `compile_layers`.
+    Modules in `excluding`, frozen weights and sizes that do not suit the kernels stay as they are,
+    and so does a model in float64, or in a dry run. Call this before `compile_layers`.
     """
     if os.environ.get(DRY_RUN, "").count("/") == 1:
         return  # emulated products would take memory that kernels do not
