@@ -109,6 +109,9 @@ def export(
 
     With `fold`, repeated blocks run only once. With `is_noticed`, the model can detect that it is
     traced. `found` is the Python state that an earlier step left behind.
+
+    torch's cache of the shapes that ops return is off: it computes each new entry a second time to
+    check it, and few ops of a trace occur twice with equal shapes.
     """
     tensors = {k: v for k, v in subject.batch.items() if isinstance(v, torch.Tensor)}
     constants = {k: v for k, v in subject.batch.items() if k not in tensors}
@@ -130,6 +133,7 @@ def export(
             contextlib.nullcontext() if is_noticed else trace_hidden(),
             saving_noted(recording),
             outside.kept(),  # the exporter replaces containers of modules by copies
+            torch._dynamo.config.patch(fake_tensor_cache_enabled=False),
             _OnMeta(recording, found or LeftBehind()),
         ):
             program = torch.export.export(
