@@ -69,6 +69,7 @@ def test_the_documented_exit_codes_are_those_there_are() -> None:
     assert signals.PREEMPTED == ExitCode.PREEMPTED
 
 
+@pytest.mark.usefixtures("forked_python")
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
 def test_an_output_that_has_no_room_is_told_in_one_message() -> None:
     with Path("/dev/full").open("w", encoding="utf-8") as full:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from itertools import product
 
 import pytest
@@ -18,6 +17,7 @@ from autopar.runtime.checkpointing.owners import (
 )
 from autopar.runtime.ranks.mesh import start
 from autopar.runtime.tensor.shards import Chunks, whole
+from tests.clock import least_seconds
 from tests.runtime.processes import LOG
 from tests.strict.log import Issued
 from tests.strict.ranks import run_on_strict_ranks
@@ -94,9 +94,8 @@ def test_256_ranks_share_out_a_large_model_within_a_second(*, are_alike: bool) -
     """Copies of a model, or parts of one copy."""
     every = _large_model()
     ranks = [every] * RANKS if are_alike else [every[n::RANKS] for n in range(RANKS)]
-    begun = time.process_time()
     owned = shared_out(ranks)
-    assert time.process_time() - begun < 1.0
+    assert least_seconds(lambda: shared_out(ranks), tries=1) < 1.0
     sizes = [0] * RANKS
     for one in owned:
         sizes[one.rank] += one.chunks.elements

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 
 from autopar.runtime.checkpointing.watch import (
@@ -19,6 +18,7 @@ from autopar.runtime.checkpointing.watch import (
     places_in_words,
 )
 
+WATCH = "autopar.runtime.checkpointing.watch"
 RANKS, STOPPED, PER_NODE = 256, 77, 8
 NOTHING = UnderWay(begun={})
 LAST = Message(group="3 collective", number=41, description="all_reduce 41 of the tensor axis")
@@ -71,18 +71,20 @@ def test_the_first_that_answers_tells_it() -> None:
     assert {(one.teller, one.silent) for one in found} == {(1, (0,))}
 
 
-def test_one_that_is_late_is_waited_for_once_more() -> None:
-    store, nodes = dist.HashStore(), ["a", "a"]  # type: ignore[attr-defined]
+def test_one_that_is_late_is_waited_for_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    store: Any = dist.HashStore()  # type: ignore[attr-defined]
+    now = [0.0]
 
-    def late() -> None:
-        time.sleep(0.7)  # longer than the first wait, shorter than both
-        RollCall(store, "word", nodes, 1, patience_seconds=0.5).answer(place(1))
+    def sleep(seconds: float) -> None:
+        before, now[0] = now[0], now[0] + seconds
+        if before < 7 <= now[0]:  # longer than the first wait, shorter than both
+            store.append("word/places", place(1).to_line())
 
-    thread = threading.Thread(target=late)
-    thread.start()
-    found = RollCall(store, "word", nodes, 0, patience_seconds=0.5).answer(place(0))
-    thread.join()
+    monkeypatch.setattr(f"{WATCH}.time.sleep", sleep)
+    monkeypatch.setattr(f"{WATCH}.time.monotonic", lambda: now[0])
+    found = RollCall(store, "word", ["a", "a"], 0, patience_seconds=5.0).answer(place(0))
     assert found.silent == ()
+    assert 7 <= now[0] < 10
 
 
 def test_who_says_nothing_comes_first_and_then_the_few() -> None:

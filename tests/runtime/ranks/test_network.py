@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from time import monotonic
 
 import pytest
 
@@ -21,7 +20,7 @@ os.environ |= dict(RANK="NODE", WORLD_SIZE="2", LOCAL_WORLD_SIZE="1", GROUP_WORL
 os.environ |= dict(MASTER_ADDR="{HOST}", MASTER_PORT="29517")
 os.environ |= {{own}}[NODE]
 from autopar.runtime.ranks.mesh import start, stop
-mesh = start(pipeline=1, data=2, tensor=1, timeout=60)
+mesh = start(pipeline=1, data=2, tensor=1, timeout=600)
 number = torch.tensor([1.0 + mesh.rank])
 dist.all_reduce(number)
 print(json.dumps([number.item(), os.environ["{GLOO}"], os.environ["{NCCL}"]]))
@@ -33,6 +32,7 @@ def joined(folder: Path, *own: dict[str, str]) -> list[tuple[int, str, str]]:
     """Start a rank on each of two nodes with variables of its own; return how each has ended."""
     with two_nodes() as nodes:
         jobs = start_on(nodes, folder, "-c", JOINING.format(own=own))
+        # a rank that waits until its own time is over, as in JOINING, fails here
         told = [job.communicate(timeout=120) for job in jobs]
     return [(job.returncode, *texts) for job, texts in zip(jobs, told, strict=True)]
 
@@ -47,10 +47,8 @@ def test_nodes_join_by_the_interface_between_them_unless_another_is_set(tmp_path
 
 @pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 def test_nodes_that_do_not_reach_each_other_say_on_each_what_to_set(tmp_path: Path) -> None:
-    begun = monotonic()
     found = joined(tmp_path, {GLOO: "lo"}, {GLOO: "lo"})
     assert [code for code, _, _ in found] == [6, 6], found
-    assert monotonic() - begun < 45, "neither waits until its time is over"
     for _, _, text in found:
         assert text.count("error: ") == 1
         assert f"fix: set {GLOO} and {NCCL} on each node" in text
