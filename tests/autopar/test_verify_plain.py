@@ -17,7 +17,7 @@ from tests.planner.subjects import ZOO
 GIVEN = ("--model", str(ZOO / "gpt2.py"), "--plain")
 
 
-@pytest.mark.usefixtures("forked_python")
+@pytest.mark.usefixtures("forked_python", "traced_once")
 def test_the_loop_runs_without_autopar_and_is_never_written_over(
     autopar: Autopar, tmp_path: Path
 ) -> None:

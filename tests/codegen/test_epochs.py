@@ -22,7 +22,8 @@ from autopar.codegen.emit import write_script
 from autopar.codegen.proof.script_rank import imported
 from autopar.planner.costs.prediction import Zero
 from autopar.planner.costs.schedules.table import ScheduleKind
-from autopar.planner.model.model_file import load_model_file
+from autopar.planner.graph.graph import Graph
+from autopar.planner.model.model_file import ModelFile, load_model_file
 from autopar.planner.plan.plan import Plan
 from autopar.planner.trace import trace
 from autopar.runtime.weights.plain_model import plain_model
@@ -54,11 +55,16 @@ WAYS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 
 
 @cache
+def traced(kind: str, rows: int) -> tuple[ModelFile, Graph]:
+    file = load_model_file(str(Path(counted_rows.__file__)), (f"kind={kind}", f"rows={rows}"))
+    return file, trace(file)
+
+
+@cache
 def planned(kind: str, rows: int, way: str, global_batch: int) -> Plan:
-    arguments = (f"kind={kind}", f"rows={rows}")
-    file = load_model_file(str(Path(counted_rows.__file__)), arguments)
+    file, graph = traced(kind, rows)
     pins: dict[str, Any] = {"degrees": (1, 1, 1), "global_batch": global_batch, **WAYS[way]}
-    return plan_for(file, trace(file), arguments, **pins)
+    return plan_for(file, graph, (f"kind={kind}", f"rows={rows}"), **pins)
 
 
 def run(path: str, arguments: Sequence[str]) -> list[float]:
