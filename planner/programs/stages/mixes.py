@@ -3,8 +3,9 @@
 A mix says how many layers of each class run in each recompute mode. Layers of one class are equal,
 so only these numbers matter. The fastest mixes come first. Of equal layers, those with most saved
 bytes come first on the stage. If a step has only one backward, they come last: the backward reaches
-them first, and frees what they saved before other layers make gradients. The sums here are
-approximate: the exact time and memory are priced for few mixes.
+them first, and frees what they saved before other layers make gradients. A backward first waits for
+what its last layer on the host saved. The sums here are approximate: the exact time and memory are
+priced for few mixes.
 
 If a step has only one backward, it frees saved tensors on its way. The modes of the layers then fit
 if, for each layer l,
@@ -47,7 +48,8 @@ class Mixes:
     seconds: MixFloats
     saved: MixFloats
     work: MixFloats
-    again: npt.NDArray[np.bool_]  # whether anything is recomputed
+    fetch: MixFloats  # seconds until the tensors of the last layer on the host are back
+    again: npt.NDArray[np.bool_]  # whether anything is recomputed, or on the host
 
     def __len__(self) -> int:
         return len(self.seconds)
@@ -60,6 +62,7 @@ class Mixes:
             seconds=self.seconds[places],
             saved=self.saved[places],
             work=self.work[places],
+            fetch=self.fetch[places],
             again=self.again[places],
         )
 
@@ -72,15 +75,26 @@ class Mixes:
         return tuple(next(queues[number]) for number in content)
 
 
-def mixes_of(question: StageQuestion, kind: int, content: Content) -> Mixes:
-    """Return the mixes that no other beats in seconds, saved bytes and work, fastest first."""
+def mixes_of(
+    question: StageQuestion, kind: int, content: Content, *, waits_for_host: bool
+) -> Mixes:
+    """Return the mixes that no other beats in seconds, saved bytes and work, fastest first.
+
+    The seconds include `fetch` if the stage `waits_for_host`.
+    """
     found: Mixes | None = None
-    for number, count in Counter(content).items():
-        own = _of_class(question, kind, number, count)
+    counts = Counter(content)
+    for number in reversed(dict.fromkeys(reversed(content))):  # by the last layer of each class
+        own = _of_class(question, kind, number, counts[number])
         found = own if found is None else _together(found, own)
         if len(found) > _FEW:
-            found = found.taken(_unbeaten(found))
+            alike = (np.flatnonzero(found.fetch == one) for one in np.unique(found.fetch))
+            found = found.taken(np.concatenate([own[_unbeaten(found.taken(own))] for own in alike]))
     assert found is not None
+    if waits_for_host:
+        found = replace(
+            found, seconds=found.seconds + found.fetch, again=found.again | (found.fetch > 0)
+        )
     best = _unbeaten(found)
     return found.taken(best[np.argsort(found.seconds[best], kind="stable")])
 
@@ -98,12 +112,18 @@ def _of_class(question: StageQuestion, kind: int, number: int, count: int) -> Mi
         ],
         float,
     )
+    fetch = np.zeros(len(numbers))
+    for place, one in enumerate(own):
+        if one.host_saved_bytes:
+            waits = one.host_saved_bytes / question.host_link_bytes_per_second
+            fetch[numbers[:, place] > 0] = waits
     return Mixes(
         columns=tuple((number, mode) for mode in modes),
         numbers=numbers,
         seconds=numbers @ np.array([one.backward_seconds for one in own]),
         saved=numbers @ np.array([one.saved_bytes for one in own], float),
         work=np.where(numbers > 0, work, 0.0).max(axis=1),
+        fetch=fetch,
         again=(numbers @ np.array([one.recompute_seconds > 0 for one in own], float)) > 0,
     )
 
@@ -136,6 +156,7 @@ def _together(one: Mixes, other: Mixes) -> Mixes:
         seconds=one.seconds[left] + other.seconds[right],
         saved=one.saved[left] + other.saved[right],
         work=np.maximum(one.work[left], other.work[right]),
+        fetch=np.where(other.fetch[right] > 0, other.fetch[right], one.fetch[left]),
         again=one.again[left] | other.again[right],
     )
 
@@ -383,5 +404,6 @@ def _mixes(question: StageQuestion, kind: int, content: Content, ways: _Combinat
         seconds=ways.taken,
         saved=ways.saved,
         work=np.zeros(len(ways.saved)),
+        fetch=np.zeros(len(ways.saved)),
         again=(numbers @ np.array(again, dtype=np.int64)) > 0,
     )

@@ -94,7 +94,7 @@ class Offers:
     def __init__(self, question: StageQuestion) -> None:
         self.question = question
         self._known: dict[object, tuple[Offer, ...]] = {}
-        self._mixes: dict[tuple[int, Content], Mixes] = {}
+        self._mixes: dict[tuple[int, bool, Content], Mixes] = {}
         self._buckets = [
             replace(question.arrangement, bucket_bytes=size) for size in question.bucket_bytes
         ]
@@ -102,16 +102,18 @@ class Offers:
     def of(self, stage: int, content: Content) -> tuple[Offer, ...]:
         """Return the offers of some layers on a stage, fastest first; empty if none fits."""
         question = self.question
-        rank, kind = question.ranks[stage], question.kinds[stage]
-        if question.shape.stages_per_rank > 1:
-            key: tuple[object, ...] = kind, stage == 0, content
-        else:
-            held = question.moments[rank].key
-            key = kind, stage == 0, held, question.limit_bytes[rank], content
+        rank, key = question.ranks[stage], self._key(stage, content)
+        if question.shape.stages_per_rank == 1:
+            key = *key, question.moments[rank].key, question.limit_bytes[rank]
         if key not in self._known:
             made = self._shared if question.shape.stages_per_rank > 1 else self._fitting
             self._known[key] = tuple(made(stage, content))
         return self._known[key]
+
+    def _key(self, stage: int, content: Content) -> tuple[object, ...]:
+        """Return what the prices of some layers on a stage depend on."""
+        question = self.question
+        return question.kinds[stage], stage == 0, question.waits_for_host(stage), content
 
     def _fitting(self, stage: int, content: Content) -> Iterator[Offer]:
         """Yield the offers for a rank's only stage that fit, until no later one can be better.
@@ -192,7 +194,7 @@ class Offers:
 
     def every(self, stage: int, content: Content) -> tuple[Offer, ...]:
         """Return offers spread evenly over all mixes of the layers, to fill a rank's memory."""
-        key = "every", self.question.kinds[stage], stage == 0, content
+        key = "every", *self._key(stage, content)
         if key not in self._known:
             mixes = self.mixes(stage, content)
             step = -(-len(mixes) // _MOST_BETWEEN)
@@ -235,7 +237,7 @@ class Offers:
 
     def _plain(self, stage: int, content: Content) -> Offer:
         """Return the offer without recomputation, with the least reductions of any mix."""
-        key = "plain", self.question.kinds[stage], stage == 0, content
+        key = "plain", *self._key(stage, content)
         if key not in self._known:
             plain = self.exact(stage, content, (Recompute.NONE,) * len(content))
             least = self._unhidden(stage, content).reduction_seconds
@@ -244,10 +246,12 @@ class Offers:
 
     def mixes(self, stage: int, content: Content) -> Mixes:
         """Return the mixes of some layers on a stage."""
-        key = self.question.kinds[stage], content
-        if key not in self._mixes:
-            self._mixes[key] = mixes_of(self.question, *key)
-        return self._mixes[key]
+        question = self.question
+        waits, kind = question.waits_for_host(stage), question.kinds[stage]
+        if (kind, waits, content) not in self._mixes:
+            found = mixes_of(question, kind, content, waits_for_host=waits)
+            self._mixes[kind, waits, content] = found
+        return self._mixes[kind, waits, content]
 
     def exact(self, stage: int, content: Content, modes: Sequence[Recompute]) -> Offer:
         """Return a priced offer with given modes, whether or not it fits."""

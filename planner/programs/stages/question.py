@@ -141,6 +141,15 @@ class StageQuestion:
         return (True, *self.is_cuttable[:-1], True)
 
     @property
+    def host_link_bytes_per_second(self) -> float:
+        """The rate at which saved tensors come back from the host."""
+        return self.groups.host.bytes_per_second * self.constants.host_link_share
+
+    def waits_for_host(self, stage: int) -> bool:
+        """Whether a backward of a stage waits for the tensors of its last layer on the host."""
+        return stage != self.shape.stages - 1
+
+    @property
     def merges_runs(self) -> bool:
         """Whether all borders inside a run of equal layers count as one place.
 
