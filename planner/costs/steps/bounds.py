@@ -21,13 +21,19 @@ search prunes with it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopar.planner.cluster.cluster import Collective
 from autopar.planner.cluster.shape import GroupShape
 from autopar.planner.costs.collectives.choice import least_seconds
 from autopar.planner.costs.prediction import Arrangement, LayerCost
-from autopar.planner.costs.steps.framework import FrameworkConstants, gradient_seconds
+from autopar.planner.costs.steps.framework import (
+    FrameworkConstants,
+    gradient_seconds,
+    to_host_byte_seconds,
+    update_seconds,
+)
 from autopar.planner.costs.steps.overlap import Seconds, summing
 from autopar.planner.costs.steps.stage_load import RankGroups
 from autopar.planner.costs.steps.stage_price import copy_byte_seconds
@@ -43,6 +49,7 @@ class Shared:
 
     parameter_bytes: int
     gradient_bytes: int
+    trainable_tensors: int
     each_parameter_bytes: int = 0
     each_gradient_bytes: int = 0
     count: int = 0
@@ -72,6 +79,10 @@ class DataBound:
         self.least_share = 0.5 if float8_parts(arrangement) else 1.0  # of parameters' bytes
         self.slowing = constants.overlap_slowdown / (1.0 + constants.overlap_slowdown)
         self.copy_byte_seconds = copy_byte_seconds(groups.fastest_rates)
+        every = (rates for own in groups.stage_rates for rates in own)
+        parts = groups.shard.ranks if arrangement.zero.divides_optimizer else 1
+        self.to_host = to_host_byte_seconds(arrangement, constants, groups.host) / parts
+        self._different_rates = list({id(rates): rates for rates in every}.values())
 
     @property
     def is_in_every_pass(self) -> bool:
@@ -88,7 +99,7 @@ class DataBound:
 
     def backward(self, computing_seconds: float, shared: Shared) -> float:
         """Return the least time of a backward of layers."""
-        computing_seconds += self.gradients(shared.gradient_bytes)
+        computing_seconds += self.gradients(shared.gradient_bytes, shared.trainable_tensors)
         if not self.is_in_every_pass:
             return computing_seconds
         if not self.arrangement.zero.shards_modules:  # buckets of any number of layers
@@ -115,17 +126,19 @@ class DataBound:
 
     def each_backward_more(self, cost: LayerCost) -> float:
         """Return what gradients and data parallelism add to one layer's backward."""
-        gradients = self.gradients(cost.gradient_bytes)
+        gradients = self.gradients(cost.gradient_bytes, cost.trainable_tensors)
         if not (self.is_in_every_pass and self.arrangement.zero.shards_modules):
             return gradients
         copied = self._sent(cost.gradient_bytes) * self.copy_byte_seconds
         reduced = self.slowing * self._reduced(cost.gradient_bytes)
         return gradients + copied + reduced + self.each_forward_more(cost)
 
-    def gradients(self, gradient_bytes: int) -> float:
+    def gradients(self, gradient_bytes: int, tensors: int) -> float:
         """Return the least that a backward takes to cast gradients and to add them up."""
-        rates = self.groups.fastest_rates
-        return gradient_seconds(gradient_bytes, 0, self.arrangement, self.constants, rates)
+        return min(
+            gradient_seconds(gradient_bytes, tensors, self.arrangement, self.constants, rates)
+            for rates in self._different_rates
+        )
 
     def is_waiting(
         self,
@@ -163,23 +176,55 @@ class DataBound:
         reduced = self._reduced(gradient_bytes)
         return self._overlapped(computing_seconds, reduced) - computing_seconds
 
-    def each_reduction(self, gradient_bytes: int, most_bytes: int) -> float:
-        """Return the least that a layer adds to the reductions of a stage's last backward.
+    def most_reduced(self, layers_bytes: Sequence[int], bucket_bytes: int) -> float:
+        """Return the most bytes of gradients in one bucket, from those of each layer.
 
-        Each byte takes at least as long as in one reduction of `most_bytes`, the most that a stage
+        A bucket is full once it has its size, so it has less than that and one layer. Of a layer,
+        no more bytes are sent than it has; of a bucket's size, a share.
+        """
+        share = self.arrangement.compression.share or 1.0
+        return min(sum(layers_bytes), bucket_bytes + max(layers_bytes) / share)
+
+    def most_gathered(self, layers_bytes: Sequence[int], bucket_bytes: int) -> float:
+        """Return the most bytes of parameters in one bucket, likewise."""
+        return min(sum(layers_bytes), (bucket_bytes + max(layers_bytes)) / self.least_share)
+
+    def each_reduction(self, gradient_bytes: int, most_bytes: float) -> float:
+        """Return the least that a layer adds to the reductions of a stage's buckets.
+
+        Each byte takes at least as long as in one reduction of `most_bytes`, the most that a bucket
         can have.
         """
-        if self.arrangement.averaging_ranks == 1 or self.is_in_every_pass or not most_bytes:
+        if not (self.arrangement.has_buckets and most_bytes):
             return 0.0
         return gradient_bytes * self._reduced(most_bytes) / most_bytes
 
-    def each_first_gather(self, parameter_bytes: int, most_bytes: int) -> float:
+    def each_sum(self, replicated_bytes: int, most_bytes: int) -> float:
+        """Return the least that a layer adds to its stage's sums over the tensor axis."""
+        if not replicated_bytes:
+            return 0.0
+        whole = least_seconds(Collective.ALL_REDUCE, most_bytes, self.groups.tensor)
+        return replicated_bytes * whole / most_bytes
+
+    def each_first_gather(self, parameter_bytes: int, most_bytes: float) -> float:
         """Return the least that a layer adds to the gathers before a stage's first forward."""
         arrangement = self.arrangement
         is_gathered = arrangement.zero.gathers_updated and arrangement.averaging_ranks > 1
         if not (is_gathered and most_bytes):
             return 0.0
         return parameter_bytes * self._gather(most_bytes) / most_bytes
+
+    def updating(self, trainable: int) -> float:
+        """Return the least optimizer seconds of the rank that has most trainable elements."""
+        arrangement, host = self.arrangement, self.groups.host
+        mean = trainable / arrangement.pipeline
+        return min(
+            max(
+                update_seconds(mean, arrangement, self.constants, rates=rates, host=host)
+                for rates in own
+            )
+            for own in dict.fromkeys(self.groups.stage_rates)
+        )
 
     @property
     def _gathers_always(self) -> bool:
@@ -200,16 +245,18 @@ class DataBound:
     def _sent(self, gradient_bytes: float) -> float:
         return gradient_bytes * self.arrangement.compression.share
 
-    def _gather(self, parameter_bytes: int) -> float:
+    def _gather(self, parameter_bytes: float) -> float:
         sent = self.least_share * parameter_bytes
         return least_seconds(Collective.ALL_GATHER, sent, self.groups.shard)
 
-    def _reduced(self, gradient_bytes: int) -> float:
+    def _reduced(self, gradient_bytes: float) -> float:
+        """Return the least time of reducing gradients, and of copying this rank's part away."""
         is_divided = self.arrangement.zero.divides_optimizer
         parts = self.groups.shard if is_divided else None
         copies = self.groups.replicas if is_divided else self.groups.data
         compression = self.arrangement.compression
-        return summing(_least, parts, copies, compression)(self._sent(gradient_bytes))
+        sent = summing(_least, parts, copies, compression)(self._sent(gradient_bytes))
+        return sent + self.to_host * gradient_bytes
 
 
 def _least(collective: Collective, shape: GroupShape) -> Seconds:

@@ -59,6 +59,7 @@ class LayerBlock:
     modes: tuple[Mode, ...]
     parameter_bytes: int  # of one layer
     gradient_bytes: int
+    trainable_tensors: int
     more_seconds: float = 0.0
 
 
@@ -105,6 +106,7 @@ def block(rows: Sequence[Modes]) -> LayerBlock:
         ),
         parameter_bytes=plain.parameter_bytes,
         gradient_bytes=plain.gradient_bytes,
+        trainable_tensors=plain.trainable_tensors,
     )
 
 

@@ -22,7 +22,7 @@ from autopar.planner.costs.schedules.table import (
     with_enough_rounds,
 )
 from autopar.planner.costs.steps.bounds import DataBound, Shared, least_step_seconds
-from autopar.planner.costs.steps.framework import FrameworkConstants, update_seconds
+from autopar.planner.costs.steps.framework import FrameworkConstants
 from autopar.planner.costs.steps.memory import layer_unsharded_bytes
 from autopar.planner.costs.steps.stage_load import RankGroups, norm_seconds
 from autopar.planner.costs.steps.state import host_bytes, layer_state_bytes
@@ -41,6 +41,7 @@ class LeastTotals:
     parameter_bytes: int
     gradient_bytes: int
     trainable: int
+    trainable_tensors: int
     input_gradient_seconds: float  # the part of the backward that is not deferred
     least_output_bytes: int  # the smallest output of a layer: every cut sends at least this much
     more_seconds: float = 0.0  # of forward and backward together, besides the minimum of each
@@ -137,6 +138,7 @@ def _totals(plain: Sequence[LayerCost]) -> LeastTotals:
         parameter_bytes=sum(one.parameter_bytes for one in plain),
         gradient_bytes=sum(one.gradient_bytes for one in plain),
         trainable=sum(one.trainable for one in plain),
+        trainable_tensors=sum(one.trainable_tensors for one in plain),
         least_output_bytes=min((one.output_bytes for one in plain[:-1]), default=0),
     )
 
@@ -186,11 +188,15 @@ class StepBound:
 
         Of `more_seconds`, it is not known whether they belong to the forward or to the backward.
         """
-        parameters, gradients = repeated.parameter_bytes, repeated.gradient_bytes
-        one = Shared(parameter_bytes=parameters, gradient_bytes=gradients)
+        gradients, tensors = repeated.gradient_bytes, repeated.trainable_tensors
+        one = Shared(
+            parameter_bytes=repeated.parameter_bytes,
+            gradient_bytes=gradients,
+            trainable_tensors=tensors,
+        )
         forward = self.data.forward(mode.forward_seconds, one)
         backward = self.data.backward(mode.backward_seconds, one)
-        computing = mode.seconds + repeated.more_seconds + self.data.gradients(gradients)
+        computing = mode.seconds + repeated.more_seconds + self.data.gradients(gradients, tensors)
         return replace(
             mode, forward_seconds=forward, backward_seconds=max(backward, computing - forward)
         )
@@ -248,7 +254,11 @@ class StepBound:
         """Return what one microbatch computes in all layers together."""
         totals = self.totals
         passes = totals.forward_seconds + totals.backward_seconds + totals.more_seconds
-        return passes + pressed.recompute_seconds + self.data.gradients(totals.gradient_bytes)
+        return passes + pressed.recompute_seconds + self._gradients
+
+    @property
+    def _gradients(self) -> float:
+        return self.data.gradients(self.totals.gradient_bytes, self.totals.trainable_tensors)
 
     def _through(self, pressed: FittingBounds, repeated: LayerBlock) -> float:
         """Return a microbatch's time through all stages and back.
@@ -258,7 +268,7 @@ class StepBound:
         forward, backward = self._passes(pressed, repeated)
         if SCHEDULES[self.arrangement.schedule].splits_backward:
             backward -= self.totals.backward_seconds - self.totals.input_gradient_seconds
-            backward -= self.data.gradients(self.totals.gradient_bytes)
+            backward -= self._gradients
         return forward + backward
 
     def _passes(self, pressed: FittingBounds, repeated: LayerBlock) -> tuple[float, float]:
@@ -271,6 +281,7 @@ class StepBound:
         everything = Shared(
             parameter_bytes=self.totals.parameter_bytes,
             gradient_bytes=self.totals.gradient_bytes,
+            trainable_tensors=self.totals.trainable_tensors,
             each_parameter_bytes=repeated.parameter_bytes,
             each_gradient_bytes=repeated.gradient_bytes,
             count=repeated.count,
@@ -354,16 +365,8 @@ class StepBound:
         return whole - max(0.0, ranks * slowest - alone)
 
     def _updating(self) -> float:
-        arrangement, constants = self.arrangement, self.constants
-        trainable, host = self.totals.trainable / arrangement.pipeline, self.groups.host
-        norm = norm_seconds(self.groups, arrangement)
-        return norm + min(
-            max(
-                update_seconds(trainable, arrangement, constants, rates=rates, host=host)
-                for rates in own
-            )
-            for own in dict.fromkeys(self.groups.stage_rates)
-        )
+        norm = norm_seconds(self.groups, self.arrangement)
+        return norm + self.data.updating(self.totals.trainable)
 
 
 def _mean_wait_seconds(arrangement: Arrangement, repeated: LayerBlock) -> float:

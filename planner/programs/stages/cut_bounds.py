@@ -33,6 +33,7 @@ from autopar.planner.costs.schedules.orders import Numbers
 from autopar.planner.costs.schedules.paths import TRANSFER
 from autopar.planner.costs.schedules.simulation import Floats
 from autopar.planner.costs.schedules.table import SCHEDULES, ScheduleKind, in_flight
+from autopar.planner.costs.steps.bounds import DataBound
 from autopar.planner.costs.steps.memory import layer_unsharded_bytes, most_tensor_bytes
 from autopar.planner.costs.steps.state import layer_state_bytes
 from autopar.planner.programs.growing import GrowingProgram
@@ -293,6 +294,18 @@ def _pieces(question: StageQuestion, kind: int, number: int, has_before: bool) -
         for cost in costs
         for is_split in ((True, False) if splits and not cost.recompute_seconds else (False,))
     ]
+
+
+def piece_seconds(data: DataBound, piece: LayerPiece) -> tuple[float, float, float, float]:
+    """Return the least seconds that a layer adds to its stage, by kind of action."""
+    cost = piece.cost
+    forward = cost.forward_seconds + data.each_forward_more(cost)
+    backward = cost.backward_seconds + data.each_backward_more(cost)
+    if not piece.is_split:
+        return forward, backward, backward, 0.0
+    gradients = data.gradients(cost.gradient_bytes, cost.trainable_tensors)
+    weights = cost.weight_gradient_seconds + gradients
+    return forward, backward, backward - weights, weights
 
 
 def add_work(program: GrowingProgram, parts: StageParts, limit_bytes: float) -> int:

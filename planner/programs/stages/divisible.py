@@ -3,22 +3,28 @@
     x    layers of a class in a mode on a stage        t    seconds of a stage's action
     W    working memory of a stage's running layer     G    the gather before the first forward
     R    by how much a stage's gradient reductions     T    the step: the program's objective
-         lengthen the step
+         lengthen the step, or each backward           S    sums over the tensor axis
+    H    a backward's wait for tensors on the host
 
     layers_are_used_up     Σ_stages Σ_modes x  =  the layers of each class
     stages_are_not_empty   1  ≤  Σ x  ≤  the most layers of a stage
     stages_take            t  =  the host's time for an action  +  Σ seconds · x
+                           (a backward: + H, and + R if every backward reduces)
+    host_is_waited_for     H  ≥  Σ over layers on the host of wait · x ÷ the most layers of a stage
+                           H  ≥  least wait · (1 − layers that are not on the host)
     memory_is_kept         Σ (state + held · saved) · x + W  ≤  the rank's limit  (cut_bounds.py)
     reductions_outlast     R of a stage  ≥  the share of its reduction that slows its last backward
-                           R of a stage  ≥  its reduction  −  its last backward
+                           R of a stage  ≥  its reduction  −  its backward after its last layer
+                           S of a stage  =  Σ seconds · x  ( + R, if only the last one reduces)
     gathers_come_first     G  ≥  the gather of each stage of the rank that starts first
-    chains_are_no_longer   Σ count · t  +  Σ R of the rank on which the chain ends  ≤  T − G
+    chains_are_no_longer   Σ count · t  +  Σ S of the rank on which the chain ends  ≤  T − G − O
 
-T is minimised. Rows of memory and chains are added when the optimum violates them: a rank's memory
-at its worst moment, and the longest chains (paths.py) of the schedule, simulated with the optimum's
-times. This ends when no chain is much longer than T − G. A step is never
-shorter than any of its chains, whatever the stages' times. So chains that were found for other
-questions of this schedule (other layouts, other cuts) are tried before it is simulated again.
+O is the optimizer's least time. T is minimised. Rows of memory and chains are added when the
+optimum violates them: a rank's memory at its worst moment, and the longest chains (paths.py) of the
+schedule, simulated with the optimum's times. This ends when no chain is much longer than T − G − O.
+A step is never shorter than any of its chains, whatever the stages' times. So chains that were
+found for other questions of this schedule (other layouts, other cuts) are tried before it is
+simulated again.
 """
 
 from __future__ import annotations
@@ -26,7 +32,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 
@@ -44,7 +50,12 @@ from autopar.planner.costs.schedules.simulation import Floats, StageSeconds
 from autopar.planner.costs.schedules.table import SCHEDULES
 from autopar.planner.costs.steps.bounds import DataBound
 from autopar.planner.programs.growing import GrowingProgram, Term
-from autopar.planner.programs.stages.cut_bounds import LayerPiece, MemoryRow, RankMoments, parts_of
+from autopar.planner.programs.stages.cut_bounds import (
+    MemoryRow,
+    RankMoments,
+    parts_of,
+    piece_seconds,
+)
 from autopar.planner.programs.stages.question import StageQuestion
 
 _MOST_PROGRAMS = 200
@@ -53,6 +64,7 @@ _MOST_WHOLE = 12  # programs of whole numbers
 _CLOSE = 2e-3  # of the optimum: a chain that is longer by less is not added
 _ROUNDING = 1e-9
 _WEIGHTS = KINDS.index(ActionKind.WEIGHT_GRADIENT)
+_BACKWARDS = [KINDS.index(one) for one in (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,18 +95,22 @@ class Divisible:
         self._action = question.constants.action_seconds
         layers = [question.layer(question.kinds[0], number) for number in question.classes]
         plain = [modes[Recompute.NONE] for modes in layers]
-        self._gradients = sum(one.gradient_bytes for one in plain)
-        self._parameters = sum(one.parameter_bytes for one in plain)
+        bucket = max(question.bucket_bytes)
+        self._gradients = self._data.most_reduced([one.gradient_bytes for one in plain], bucket)
+        self._parameters = self._data.most_gathered([one.parameter_bytes for one in plain], bucket)
+        self._replicated = sum(one.replicated_gradient_bytes for one in plain)
         self.program = GrowingProgram()
         self.parts = parts_of(question, self.program, longest)
         self.unit = self._unit()
+        self._updating = self._data.updating(sum(one.trainable for one in plain)) / self.unit
         self._sending = min(transfers[:-1], default=0.0) / self.unit
         self._left = 0  # simulations that may still run
         self._is_whole = False
         self._added: set[object] = set()
         self._layers_are_used_up()
+        self._reduced_by = [self.program.column() for _ in self.parts]
         self._times = np.array(self._stages_take())  # the column of [stage, kind of action]
-        self._reductions = self._reductions_outlast()  # the column of each stage
+        self._ends = self._reductions_outlast()  # the column S of each stage
         self._gather = self._gathers_come_first()
         self._memories = [
             RankMoments(question, rank, self.parts, self.program)
@@ -193,11 +209,11 @@ class Divisible:
         return any(added)
 
     def _longest(self, times: Floats) -> list[Chain]:
-        """Return the longest known chains that are longer than the optimum's T − G."""
+        """Return the longest known chains that are longer than the optimum's T − G − O."""
         lengths = self.chains.lengths(times, self._reduced())
         least, gather = self.program.values([self.program.least, self._gather]).tolist()
         places = np.argsort(-lengths, kind="stable")[:_MOST_CHAINS]
-        is_longer = lengths[places] > least * (1 + _CLOSE) - gather
+        is_longer = lengths[places] > least * (1 + _CLOSE) - gather - self._updating
         every = list(self.chains)
         return [every[place] for place in places[is_longer].tolist()]
 
@@ -217,7 +233,7 @@ class Divisible:
 
     def _reduced(self) -> Floats:
         """Return by how much the reductions of each rank lengthen its step in the optimum."""
-        found = self.program.values(self._reductions)
+        found = self.program.values(self._ends)
         return np.array([found[list(stages)].sum() for stages in self.question.stages_of])
 
     def _unit(self) -> float:
@@ -244,50 +260,75 @@ class Divisible:
     def _stages_take(self) -> list[list[int]]:
         """Add stages_take; return the column of each stage and kind of action."""
         splits = SCHEDULES[self.question.arrangement.schedule].splits_backward
-        seconds_of = cache(self._piece_seconds)
+        each = self.question.arrangement.reduces_each
+        seconds_of = cache(partial(piece_seconds, self._data))
         table = []
         for stage, own in enumerate(self.parts):
             row = [self.program.column() for _ in range(TRANSFER)]
             columns = np.array(own.columns)
             seconds = np.array([seconds_of(part.piece) for part in own.pieces]) / self.unit
+            waited = [*self._host_is_waited_for(stage), *([self._reduced_by[stage]] * each)]
             for kind, total in enumerate(row):
                 taken = np.flatnonzero(seconds[:, kind])
+                waits = waited if kind in _BACKWARDS else []
                 is_empty = kind == _WEIGHTS and not (splits and stage)
                 action = 0.0 if is_empty else self._action / self.unit
                 self.program.add_row(
-                    np.append(columns[taken], total),
-                    np.append(seconds[taken, kind], -1.0),
+                    np.array([*columns[taken], *waits, total]),
+                    np.array([*seconds[taken, kind], *(1.0 for _ in waits), -1.0]),
                     most=-action,
                     least=-action,
                 )
             table.append(row)
         return table
 
-    def _piece_seconds(self, piece: LayerPiece) -> tuple[float, float, float, float]:
-        """Return the least seconds that a layer adds to its stage, by kind of action."""
-        cost = piece.cost
-        forward = cost.forward_seconds + self._data.each_forward_more(cost)
-        backward = cost.backward_seconds + self._data.each_backward_more(cost)
-        if not piece.is_split:
-            return forward, backward, backward, 0.0
-        weights = cost.weight_gradient_seconds + self._data.gradients(cost.gradient_bytes)
-        return forward, backward, backward - weights, weights
+    def _host_is_waited_for(self, stage: int) -> list[int]:
+        """Add host_is_waited_for; return the column H of a stage, if it may wait.
+
+        A stage waits for the tensors of its last layer on the host. So of a layer, the least wait
+        of its class and of later ones counts.
+        """
+        question, pieces = self.question, self.parts[stage].pieces
+        there = [one for one in pieces if one.piece.cost.host_saved_bytes]
+        if not (there and question.waits_for_host(stage)):
+            return []
+        least: dict[int, float] = {}
+        link = question.host_link_bytes_per_second * self.unit
+        for one in there:
+            waits = one.piece.cost.host_saved_bytes / link
+            least[one.piece.number] = min(waits, least.get(one.piece.number, float("inf")))
+        (first, _), (_, stop) = question.windows[stage : stage + 2]
+        behind = float("inf")
+        for number in reversed(question.classes[first:stop]):
+            behind = least[number] = min(behind, least.get(number, float("inf")))
+        column, most = self.program.column(), self.parts[stage].most_layers
+        terms = [(one.column, least[one.piece.number] / most) for one in there]
+        self.program.add([(column, -1.0), *terms], most=0.0)
+        others = [(one.column, -behind) for one in pieces if one not in there]
+        self.program.add([(column, -1.0), *others], most=-behind)
+        return [column]
 
     def _reductions_outlast(self) -> list[int]:
-        """Add reductions_outlast; return the column R of each stage.
+        """Add reductions_outlast; return the column S of each stage.
 
         A reduction slows the backward beside it, and may take longer than this backward. Nothing is
         computed beside the reduction of a stage's first layer, whose gradients are the last ones.
+        Nothing is reduced before the backward of its last layer has made the first ones.
         """
-        found, slowing = [], self._data.slowing
+        arrangement, found = self.question.arrangement, []
+        slowing = self._data.slowing if arrangement.averaging_ranks > 1 else 0.0
         for stage, own in enumerate(self.parts):
-            column = self.program.column()
-            found.append(column)
+            column, end = self._reduced_by[stage], self.program.column()
+            found.append(end)
             seconds = {one.column: self._reduction(one.piece.cost) for one in own.pieces}
-            first, latest = self.question.windows[stage]
+            (first, latest), (soonest, stop) = self.question.windows[stage : stage + 2]
             starts = dict.fromkeys(self.question.classes[first : latest + 1])
+            ends = dict.fromkeys(self.question.classes[soonest - 1 : stop])
             alone = (1.0 - slowing) * min(
                 self._reduction(one.piece.cost) for one in own.pieces if one.piece.number in starts
+            )
+            before = min(
+                one.piece.cost.backward_seconds for one in own.pieces if one.piece.number in ends
             )
             slowed = [(place, slowing * each) for place, each in seconds.items()]
             outlasting = [
@@ -295,8 +336,14 @@ class Divisible:
                 for one in own.pieces
             ]
             self.program.add([(column, -1.0), *slowed], most=-alone)
-            self.program.add([(column, -1.0), *outlasting], most=0.0)
+            self.program.add([(column, -1.0), *outlasting], most=-before / self.unit)
+            sums = [(one.column, self._sum(one.piece.cost)) for one in own.pieces]
+            last = [] if arrangement.reduces_each else [(column, 1.0)]
+            self.program.add([(end, -1.0), *last, *sums], most=0.0, least=0.0)
         return found
+
+    def _sum(self, cost: LayerCost) -> float:
+        return self._data.each_sum(cost.replicated_gradient_bytes, self._replicated) / self.unit
 
     def _reduction(self, cost: LayerCost) -> float:
         return self._data.each_reduction(cost.gradient_bytes, self._gradients) / self.unit
@@ -331,11 +378,12 @@ class Divisible:
         counts = chain.counts[:, :TRANSFER]
         passed = np.nonzero(counts)
         ended = [] if chain.rank is None else self.question.stages_of[chain.rank]
-        reductions = [self._reductions[stage] for stage in ended]
+        reductions = [self._ends[stage] for stage in ended]
         columns = [*self._times[passed], *reductions, self._gather, self.program.least]
         factors = [*counts[passed], *[1.0] * len(reductions), 1.0, -1.0]
         sent = float(chain.counts[:, TRANSFER].sum()) * self._sending
-        self.program.add_row(np.array(columns), np.array(factors), most=-sent)
+        least = -sent - self._updating
+        self.program.add_row(np.array(columns), np.array(factors), most=least)
         return True
 
 

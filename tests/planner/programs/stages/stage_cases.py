@@ -62,9 +62,11 @@ def random_modes(random: Random) -> Modes:
         output_bytes=random.randint(1, 8) * 1_000_000,
         parameters=parameters,
         trainable=parameters,
+        trainable_tensors=1 + parameters % 7,
         parameter_bytes=2 * parameters,
         gradient_bytes=4 * parameters,
         optimizer_bytes=12 * parameters,
+        replicated_gradient_bytes=4 * parameters // (1 + parameters % 3),
         learning_bytes=transient - saved // 2,
         learned_gradient_bytes=4 * parameters,
         deferred_bytes=random.randint(0, 20) * 1_000_000,
@@ -149,7 +151,16 @@ def random_case(seed: int, *, kind: ScheduleKind, most_layers: int, room: float)
         bucket_bytes=2_000_000,
     )
     count = random.randint(max(ranks * several, 3), max(most_layers, ranks * several))
-    return _case(random, arrangement, count, room)
+    return _case(random, arrangement, random_row(random, count), room)
+
+
+def equal_case(arrangement: Arrangement, plain: LayerCost, *, room: float = 2.0) -> StageCase:
+    """Return a case of 24 equal layers, which can save on the host, on `arrangement`."""
+    modes = with_host(dict.fromkeys(MODES, plain))
+    case = _case(Random(0), arrangement, (modes,) * 24, room)
+    constants = replace(read_framework_constants(), fuses_gradients=False)
+    question = replace(case.question, constants=constants, bucket_bytes=(2_000_000,))
+    return replace(case, question=replace(question, tied_gradient_bytes=0))
 
 
 def whole_case(seed: int, *, zero: Zero, layers: int, room: float) -> StageCase:
@@ -164,7 +175,7 @@ def whole_case(seed: int, *, zero: Zero, layers: int, room: float) -> StageCase:
         zero=zero if data > 1 else Zero.NONE,
         bucket_bytes=2_000_000,
     )
-    return _case(random, arrangement, layers, room)
+    return _case(random, arrangement, random_row(random, layers), room)
 
 
 def uneven_case(seed: int, *, room: float) -> StageCase:
@@ -174,7 +185,7 @@ def uneven_case(seed: int, *, room: float) -> StageCase:
         ARRANGEMENT, pipeline=4, microbatches=4, schedule=ScheduleKind.ONE_F_ONE_B,
         bucket_bytes=2_000_000,
     )  # fmt: skip
-    case = _case(random, arrangement, 9, room)
+    case = _case(random, arrangement, random_row(random, 9), room)
     row = {id(one): dict.fromkeys(MODES, one[Recompute.NONE]) for one in case.question.rows[0]}
     rows = (tuple(row[id(one)] for one in case.question.rows[0]),) * 4
     return replace(case, question=replace(case.question, rows=rows))
@@ -189,14 +200,20 @@ def _zero(random: Random, kind: ScheduleKind, data: int) -> Zero:
     return random.choice(levels)
 
 
-def _case(random: Random, arrangement: Arrangement, count: int, room: float) -> StageCase:
+def random_row(random: Random, count: int) -> tuple[Modes, ...]:
+    """Return layers of two or three kinds in the middle and at the ends."""
     ends, middle = [with_chunks(random_modes(random)) for _ in range(2)], random_modes(random)
     other = random_modes(random) if random.random() < 0.4 else middle
-    row = (
+    return (
         ends[0],
         *(random.choice((middle, other)) for _ in range(count - 2)),
         random.choice((ends[1], middle)),
     )
+
+
+def _case(
+    random: Random, arrangement: Arrangement, row: tuple[Modes, ...], room: float
+) -> StageCase:
     cluster = choose_cluster(arrangement.ranks, "a100-80gb-sxm")
     silent = replace(SILENT, fuses_gradients=False)
     constants = random.choice((silent, read_framework_constants()))
@@ -208,8 +225,8 @@ def _case(random: Random, arrangement: Arrangement, count: int, room: float) -> 
             groups=rank_groups(cluster, arrangement),
             constants=constants,
             rows=(row,) * arrangement.pipeline,
-            allowed=(frozenset(Recompute),) * count,
-            is_cuttable=(True,) * count,
+            allowed=(frozenset(Recompute),) * len(row),
+            is_cuttable=(True,) * len(row),
             pins=(),
             limit_bytes=(int(peak.device_bytes * room),) * arrangement.pipeline,
             tied_gradient_bytes=random.choice((0, 1_000_000)),

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 import pytest
 
+from autopar.planner.costs.prediction import Arrangement, LayerCost, Offload
 from autopar.planner.costs.schedules.paths import Chains, first_chains
 from autopar.planner.costs.schedules.table import ScheduleKind
-from autopar.planner.programs.stages.choice import EXACT, Chooser
+from autopar.planner.programs.stages.choice import EXACT, THOROUGH, Chooser, choose_stages
 from autopar.planner.programs.stages.divisible import Divisible
 from tests.cells import cells
-from tests.planner.programs.stages.stage_cases import StageCase, best_within, prices, random_case
+from tests.planner.costs.step_factories import ARRANGEMENT, LAYER
+from tests.planner.programs.stages.stage_cases import (
+    StageCase,
+    best_within,
+    equal_case,
+    prices,
+    random_case,
+)
 
 KINDS = tuple(ScheduleKind)
 USUAL = (ScheduleKind.ONE_F_ONE_B, ScheduleKind.INTERLEAVED_1F1B)
@@ -37,6 +45,36 @@ def bounds_of(case: StageCase, truth: float) -> Bounds:
     asked = 1.02 * truth if truth < math.inf else 2.0 * divided
     whole = program.solve_whole(below_seconds=asked - chooser.once).bound_seconds
     return Bounds(divided=divided + chooser.once, whole=whole + chooser.once)
+
+
+PIPELINE = replace(
+    ARRANGEMENT, pipeline=2, microbatches=4, schedule=ScheduleKind.INTERLEAVED_1F1B,
+    stages_per_rank=2, bucket_bytes=2_000_000,
+)  # fmt: skip
+SMALL = replace(LAYER, gradient_bytes=4_000, parameter_bytes=2_000, trainable=1_000)
+LARGE = replace(LAYER, gradient_bytes=40_000_000, trainable=10_000_000)
+REPLICATED = replace(LARGE, replicated_gradient_bytes=LARGE.gradient_bytes)
+SAVING = replace(SMALL, saved_bytes=100_000_000, learning_bytes=0)
+
+
+@pytest.mark.parametrize(
+    ("arrangement", "layer", "share"),
+    [
+        pytest.param(PIPELINE, replace(SMALL, trainable_tensors=50), 0.97, id="casts"),
+        pytest.param(replace(PIPELINE, data=2, shard=2), LARGE, 0.97, id="reductions"),
+        pytest.param(replace(PIPELINE, tensor=2), REPLICATED, 0.97, id="sums over tensor ranks"),
+        pytest.param(replace(PIPELINE, offload=Offload.OPTIMIZER), LARGE, 0.97, id="to the host"),
+        pytest.param(PIPELINE, SAVING, 0.9, id="from the host"),
+    ],
+)
+def test_equal_layers_hardly_take_longer_than_divisible_ones(
+    arrangement: Arrangement, layer: LayerCost, share: float
+) -> None:
+    case = equal_case(arrangement, layer, room=0.5 if layer is SAVING else 2.0)
+    answer = choose_stages(case.question, effort=THOROUGH)
+    assert answer.best
+    divided = bounds_of(case, answer.best.seconds).divided
+    assert share * answer.best.seconds < divided <= answer.best.seconds
 
 
 @pytest.mark.slow
