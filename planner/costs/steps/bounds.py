@@ -215,8 +215,13 @@ class DataBound:
         return parameter_bytes * self._gather(most_bytes) / most_bytes
 
     def updating(self, trainable: int) -> float:
-        """Return the least optimizer seconds of the rank that has most trainable elements."""
+        """Return the least optimizer seconds of the rank that has most trainable elements.
+
+        Of several stages, each is updated alone, and may fit in the cache: then the result is 0.
+        """
         arrangement, host = self.arrangement, self.groups.host
+        if arrangement.stages_per_rank > 1 and not arrangement.offload.has_states:
+            return 0.0
         mean = trainable / arrangement.pipeline
         return min(
             max(
