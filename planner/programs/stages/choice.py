@@ -27,10 +27,16 @@ from autopar.planner.costs.steps.step import tied_seconds
 from autopar.planner.programs.solver import NOTHING_SOLVED, SolverReport
 from autopar.planner.programs.stages.cut_bounds import Column, Columns, CutBounds, cut_bounds
 from autopar.planner.programs.stages.divisible import DividedLayers, Divisible
-from autopar.planner.programs.stages.mixes import even_cut, least_seconds, moved_cuts, nearest_cut
 from autopar.planner.programs.stages.modes import CutAnswer, CutFilter, CutPricer, PricedCut
 from autopar.planner.programs.stages.program import StageProgram
-from autopar.planner.programs.stages.question import Cut, StageQuestion
+from autopar.planner.programs.stages.question import (
+    Cut,
+    StageQuestion,
+    even_cut,
+    least_seconds,
+    moved_cuts,
+    nearest_cut,
+)
 
 _BETTER = 1.0 - 1e-9  # times the best cut's step: a step has to be shorter to be better
 _LEAST_NODES = 20  # of one program

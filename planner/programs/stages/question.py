@@ -13,14 +13,18 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from operator import le
 
+import numpy as np
+
 from autopar.planner.costs.prediction import Arrangement, LayerCost, Modes, Recompute
 from autopar.planner.costs.schedules.orders import PipelineShape
+from autopar.planner.costs.schedules.simulation import Floats
 from autopar.planner.costs.schedules.table import Moments, in_flight, rank_moments, stage_ranks
 from autopar.planner.costs.steps.framework import FrameworkConstants
 from autopar.planner.costs.steps.stage_load import RankGroups
 from autopar.planner.costs.steps.state import host_bytes
 from autopar.planner.costs.steps.step import pipeline_shape
 
+_ROUNDING = 1e-9
 Cut = tuple[int, ...]  # the first layer of each stage, and the number of all layers
 Content = tuple[int, ...]  # the classes of a stage's layers
 # the place of a border between layers: (True, run) if it is inside a run of equal layers, else
@@ -243,3 +247,80 @@ def _amounts(cost: LayerCost) -> _Amounts:
         *(cost.backward_seconds, cost.saved_bytes, cost.transient_bytes, cost.learning_bytes),
         *(cost.host_saved_bytes, cost.recompute_seconds > 0),
     )
+
+
+def least_seconds(question: StageQuestion) -> Floats:
+    """Return the least time of each layer, over modes and ranks."""
+    kinds = dict.fromkeys(question.kinds)
+    least = [
+        min(
+            cost.forward_seconds + cost.backward_seconds
+            for kind in kinds
+            for cost in question.layer(kind, number).values()
+        )
+        for number in range(len(question.examples))
+    ]
+    return np.array([least[number] for number in question.classes])
+
+
+def even_cut(question: StageQuestion) -> Cut:
+    """Return the cut with the least Σ (seconds of a stage)², at allowed borders; () if none exists.
+
+    If a cut of k stages has a sum of at most Q, no stage differs from the mean μ of the stages by
+    more than d, because the sum of the others' squares is least if these are all equal:
+
+        d²  =  (Q − k · μ²) · (k − 1) ÷ k
+    """
+    count, stages = len(question.classes), question.shape.stages
+    sums = np.concatenate([[0.0], np.cumsum(least_seconds(question))])
+    mean = float(sums[-1]) / stages
+    near = nearest_cut(
+        question, np.interp(mean * np.arange(1, stages), sums, np.arange(count + 1)).tolist()
+    )
+    value = float((np.diff(sums[list(near)]) ** 2).sum()) if near else np.inf
+    most = mean + np.sqrt(max(0.0, value - stages * mean**2) * (stages - 1) / stages)
+    ends = np.searchsorted(sums, sums + most * (1.0 + _ROUNDING), side="right")
+    longest = int((ends - np.arange(count + 1)).max())
+    least = np.where(np.arange(count + 1) == 0, 0.0, np.inf)
+    befores = []
+    for first, last in question.windows[1:]:
+        best, before = np.full(count + 1, np.inf), np.zeros(count + 1, dtype=np.int64)
+        places = np.flatnonzero(question.is_border[first : last + 1]) + first
+        for length in range(1, min(longest, count - stages + 1) + 1):
+            to = places[places >= length]
+            total = least[to - length] + (sums[to] - sums[to - length]) ** 2
+            is_less = total < best[to]
+            best[to[is_less]] = total[is_less]
+            before[to[is_less]] = to[is_less] - length
+        least = best
+        befores.append(before)
+    if least[count] == np.inf:
+        return ()
+    cut = [count]
+    for before in reversed(befores):
+        cut.append(int(before[cut[-1]]))
+    return tuple(reversed(cut))
+
+
+def nearest_cut(question: StageQuestion, borders: Sequence[float]) -> Cut:
+    """Return a cut at allowed borders: in turn, the one nearest to each; () if none is left."""
+    cut = [0]
+    for stage, wanted in enumerate(borders, start=1):
+        first, last = question.windows[stage]
+        places = [
+            place for place in range(max(first, cut[-1] + 1), last + 1) if question.is_border[place]
+        ]
+        if not places:
+            return ()
+        cut.append(min(places, key=lambda place: abs(place - wanted)))
+    return (*cut, len(question.classes))
+
+
+def moved_cuts(question: StageQuestion, cut: Cut) -> Iterator[Cut]:
+    """Yield the cuts with one border moved by one layer."""
+    for border in range(1, len(cut) - 1):
+        first, last = question.windows[border]
+        for place in (cut[border] - 1, cut[border] + 1):
+            is_between = cut[border - 1] < place < cut[border + 1]
+            if is_between and first <= place <= last and question.is_border[place]:
+                yield (*cut[:border], place, *cut[border + 1 :])

@@ -23,9 +23,8 @@ from autopar.planner.programs.stages.choice import (
     Effort,
     StageAnswer,
 )
-from autopar.planner.programs.stages.mixes import even_cut, least_seconds
 from autopar.planner.programs.stages.modes import PricedCut
-from autopar.planner.programs.stages.question import Cut
+from autopar.planner.programs.stages.question import Cut, even_cut, least_seconds
 from autopar.planner.programs.stages.smallest import smallest_stages
 from tests.cells import cells
 from tests.planner.programs.stages.stage_cases import (

@@ -11,13 +11,14 @@ import pytest
 from autopar.planner.costs.prediction import Arrangement, LayerCost, Offload
 from autopar.planner.costs.schedules.paths import Chains, first_chains
 from autopar.planner.costs.schedules.table import ScheduleKind
-from autopar.planner.programs.stages.choice import EXACT, THOROUGH, Chooser, choose_stages
+from autopar.planner.programs.stages.choice import EXACT, THOROUGH, Chooser
 from autopar.planner.programs.stages.divisible import Divisible
 from tests.cells import cells
 from tests.planner.costs.step_factories import ARRANGEMENT, LAYER
 from tests.planner.programs.stages.stage_cases import (
     StageCase,
     best_within,
+    choose_stages,
     equal_case,
     prices,
     random_case,
