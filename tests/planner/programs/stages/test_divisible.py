@@ -18,8 +18,10 @@ from tests.planner.costs.step_factories import ARRANGEMENT, LAYER
 from tests.planner.programs.stages.stage_cases import (
     StageCase,
     best_within,
+    brute_force,
     choose_stages,
     equal_case,
+    on_host,
     prices,
     random_case,
 )
@@ -97,3 +99,13 @@ def test_no_cut_is_below_that_of_divisible_or_whole_layers(
     assert median(one.divided for one in shares) > 0.8  # four layers on four stages are not parts
     assert max(one.divided for one in shares) * 1.02 > 1.0  # a bound 2 % higher would be noticed
     assert max(one.whole for one in shares) * 1.01 > 1.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", cells((4, 34), (4,)))
+@pytest.mark.parametrize("kind", cells(KINDS, (*USUAL, ScheduleKind.ZERO_BUBBLE_V)))
+def test_no_cut_with_layers_on_the_host_is_below_either(kind: ScheduleKind, seed: int) -> None:
+    case = on_host(random_case(seed, kind=kind, most_layers=4, room=0.8))
+    truth = brute_force(case).seconds
+    bounds = bounds_of(case, truth)
+    assert max(bounds.divided, bounds.whole) <= truth * (1 + 1e-6)
