@@ -15,14 +15,14 @@ _OBJECTS_BETWEEN_COLLECTIONS = 100_000
 
 def main() -> None:
     """Run the command line, and exit even if a thread of the model file never ends."""
-    _take_signals()
-    collect_rarely()
     try:
+        _take_signals()
+        collect_rarely()
         # imported after signal handlers are set, because it takes seconds
         from autopar.cli import main as run
 
         run()
-    except KeyboardInterrupt:  # during these imports
+    except KeyboardInterrupt:  # before the command begins
         print("interrupted", file=sys.stderr)
         sys.exit(_INTERRUPTED)
     except SystemExit as leaving:

@@ -76,7 +76,7 @@ def _most(x: Tensor, axis: Axis) -> Tensor:
 MESSAGES: Mapping[str, Message] = {
     "summed": transport.summed,
     "gathered": lambda x, axis: transport.gathered(x, axis)[0],
-    "sum_scattered": lambda x, axis: transport.sum_scattered(x[None], axis),
+    "sum_scattered": lambda x, axis: transport.sum_scattered(x[None], axis)[0],
     "exchanged": lambda x, axis: transport.exchanged(x[None], axis)[0],
     "exchanged_pieces": _pieces,
     "ComingSum": lambda x, axis: transport.ComingSum(x.clone(), axis).value(),

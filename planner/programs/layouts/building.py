@@ -214,7 +214,8 @@ class _Builder:
             return tuple(wanted)
         if not all(t.origin is TensorOrigin.PARAMETER or t.name in self.written for t in outside):
             return (WHOLE,)
-        replicated = (REPLICATED,) if any(t.requires_grad for t in outside) else ()
+        is_summed = self.place.degree > 1 and any(t.requires_grad for t in outside)
+        replicated = (REPLICATED,) if is_summed else ()
         return (WHOLE, *replicated, *(x for x in wanted if x.kind is LayoutKind.SPLIT))
 
     def _edge(self, need: TensorUse, layouts: Mapping[str, tuple[Layout, ...]]) -> Edge:

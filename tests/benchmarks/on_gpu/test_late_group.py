@@ -47,7 +47,7 @@ def messages(store: str) -> list[list[float]]:
         )
         return [
             transport.gathered(x, axis).flatten().tolist(),
-            transport.sum_scattered(x.view(2, 2), axis).tolist(),
+            transport.sum_scattered(x, axis).tolist(),
             transport.exchanged(x.view(2, 2), axis).flatten().tolist(),
             torch.cat(pieces).tolist(),
             mean.value().tolist(),
