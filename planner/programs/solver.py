@@ -28,6 +28,9 @@ import pulp
 from autopar.planner.errors import AutoparError, ExitCode
 
 _KINDS = highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger
+_OPTIMAL = highspy.HighsModelStatus.kOptimal
+_INFEASIBLE = highspy.HighsModelStatus.kInfeasible
+_STOPPED = highspy.HighsModelStatus.kSolutionLimit  # at the limit of nodes
 _FEASIBLE = 2  # highspy.SolutionStatus.kSolutionStatusFeasible
 _NODES_OF_CBC = 100  # assumed for each program
 _TOLERANCE = 1e-9
@@ -220,7 +223,8 @@ class _Highs(pulp.HiGHS):  # type: ignore[misc]
     def actualSolve(self, lp: pulp.LpProblem) -> int:  # noqa: N802, as PuLP calls it
         """Solve a program, and leave its solution in its variables.
 
-        If the relaxed program has an optimum of whole numbers, it is the program's.
+        If the relaxed program has an optimum of whole numbers, it is the program's. If no values
+        satisfy it, none satisfy the program.
         """
         self.createAndConfigureSolver(lp)
         matrix, highs = Matrix.of(lp), lp.solverModel
@@ -230,35 +234,34 @@ class _Highs(pulp.HiGHS):  # type: ignore[misc]
         highs.run()
         values = np.array(highs.getSolution().col_value)[matrix.whole]
         is_whole = np.abs(values - np.round(values)).max(initial=0.0) <= _TOLERANCE
-        if highs.getModelStatus() != highspy.HighsModelStatus.kOptimal or not is_whole:
+        status = highs.getModelStatus()
+        if status != _INFEASIBLE and not (status == _OPTIMAL and is_whole):
             highs.clearSolver()
             highs.setOptionValue("solve_relaxation", False)
             highs.run()
-        status, solution = self._found(highs)
-        lp.assignStatus(status, solution)
+        lp_status, solution = self._found(highs)
+        lp.assignStatus(lp_status, solution)
         if solution in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
             values = highs.getSolution().col_value
             for variable, value in zip(matrix.place, values, strict=True):
                 variable.varValue = value
-        return status
+        return lp_status
 
     @staticmethod
     def _found(highs: highspy.Highs) -> tuple[int, int]:
         """Return PuLP's status of the program and of the solution."""
-        match highs.getModelStatus():
-            case highspy.HighsModelStatus.kOptimal:
-                return pulp.LpStatusOptimal, pulp.LpSolutionOptimal
-            case highspy.HighsModelStatus.kInfeasible:
-                return pulp.LpStatusInfeasible, pulp.LpSolutionInfeasible
-            case highspy.HighsModelStatus.kSolutionLimit:
-                if highs.getInfo().primal_solution_status == _FEASIBLE:
-                    return pulp.LpStatusOptimal, pulp.LpSolutionIntegerFeasible
-                return pulp.LpStatusNotSolved, pulp.LpSolutionNoSolutionFound
-        return pulp.LpStatusUndefined, pulp.LpSolutionUnbounded
+        status, info = highs.getModelStatus(), highs.getInfo()
+        if status == _OPTIMAL:
+            return pulp.LpStatusOptimal, pulp.LpSolutionOptimal
+        if status == _INFEASIBLE:
+            return pulp.LpStatusInfeasible, pulp.LpSolutionInfeasible
+        if status == _STOPPED and info.primal_solution_status == _FEASIBLE:
+            return pulp.LpStatusOptimal, pulp.LpSolutionIntegerFeasible
+        return pulp.LpStatusNotSolved, pulp.LpSolutionNoSolutionFound
 
 
 def _is_stopped(program: pulp.LpProblem) -> bool:
-    return bool(program.solverModel.getModelStatus() == highspy.HighsModelStatus.kSolutionLimit)
+    return bool(program.solverModel.getModelStatus() == _STOPPED)
 
 
 def _nodes(program: pulp.LpProblem, solver: SolverName) -> int:

@@ -131,3 +131,21 @@ def test_reports_add_up() -> None:
     assert one + one + NOTHING_SOLVED == SolverReport(
         calls=2, variables=4, constraints=6, seconds=1.0
     )
+
+
+def test_a_program_that_changes_between_solves_is_read_anew() -> None:
+    program, one = new_program("changing"), pulp.LpVariable("one", cat="Binary")
+    program += -one
+    program += one <= 1, "limit"
+
+    def optimum() -> float:
+        outcome = solve(program, most_nodes=100)
+        assert isinstance(outcome, Solved)
+        return outcome.objective
+
+    assert optimum() == -1
+    del program.constraints["limit"]
+    program += one <= 0, "limit"
+    assert optimum() == 0
+    program.setObjective(-one - pulp.LpVariable("other", upBound=3))
+    assert optimum() == -3
