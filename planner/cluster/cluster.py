@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from functools import cached_property
-from typing import TypeVar
+from typing import Any, Self, TypeVar
 
 from autopar.planner.errors import InputError
 from autopar.planner.files import (
@@ -25,11 +25,24 @@ from autopar.planner.files import (
 class Topology(StrEnum):
     """How the units of one level are wired together."""
 
-    RING = "ring"  # every unit receives from one neighbour and sends to the other
-    DOUBLE_RING = "double-ring"  # the same in both directions at once
-    TREE = "tree"  # units under switches that pass messages on
-    MESH = "mesh"  # a link to every other unit; the rate is the sum of these links
-    SWITCH = "switch"  # every unit reaches every other at its full rate
+    _value_: str
+    ring_directions: int  # in which a unit sends to a neighbour; 0: it reaches every other unit
+    has_trees: bool  # messages may take a tree of units
+    has_own_links: bool  # to each other unit; the rate is their sum
+
+    # name, ring directions, has trees, has own links
+    RING = "ring", 1, False, False
+    DOUBLE_RING = "double-ring", 2, False, False  # both directions at once
+    TREE = "tree", 0, True, False  # units under switches that pass messages on
+    MESH = "mesh", 0, True, True
+    SWITCH = "switch", 0, True, False  # every unit reaches every other at its full rate
+
+    def __new__(cls, name: str, *row: Any) -> Self:
+        """Return a topology whose attributes have the values of its row."""
+        one = str.__new__(cls, name)
+        one._value_ = name
+        one.ring_directions, one.has_trees, one.has_own_links = row
+        return one
 
 
 class Backend(StrEnum):

@@ -341,9 +341,9 @@ def _crossing(
     groups = concurrent if concurrent is not None else max(1.0, devices / members)
     ratio = link.ports_per_device
     ports = min(max(1.0, devices * ratio) / groups, members * max(1.0, ratio))
-    meshed = (parts - 1) / max(reach - 1, 1) if link.topology is Topology.MESH else 1.0
+    meshed = (parts - 1) / max(reach - 1, 1) if link.topology.has_own_links else 1.0
     rate = ports * link.bytes_per_second * min(1.0, meshed)
-    single = 1 / max(reach - 1, 1) if link.topology is Topology.MESH else 1.0
+    single = 1 / max(reach - 1, 1) if link.topology.has_own_links else 1.0
     return CrossedLevel(
         level=level,
         parts=parts,

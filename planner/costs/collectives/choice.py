@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
-from autopar.planner.cluster.cluster import Collective, MeasuredCollective, Topology
+from autopar.planner.cluster.cluster import Collective, MeasuredCollective
 from autopar.planner.cluster.shape import CrossedLevel, GroupShape
 from autopar.planner.costs.collectives import algorithms as collectives
 from autopar.planner.costs.collectives.algorithms import (
@@ -103,7 +103,6 @@ class PricedAlgorithm:
     protocol: str
 
 
-TREES = frozenset({Topology.TREE, Topology.MESH, Topology.SWITCH})
 FREE = PricedAlgorithm(seconds=0.0, algorithm="nothing", protocol="none")
 
 
@@ -223,7 +222,7 @@ def _times(
     else:
         yield _ring(collective, payload_bytes, shape, protocol, constants)
         if not protocol.rings_only and all(
-            crossing.topology in TREES for crossing in shape.crossings
+            crossing.topology.has_trees for crossing in shape.crossings
         ):
             yield from _tree(collective, payload_bytes, shape, protocol, constants)
 
@@ -251,7 +250,7 @@ def _ring(
     )
     share = constants.ring_share(protocol, collective, shape.ranks)
     rate = share * min(crossing.bytes_per_second for crossing in shape.crossings)
-    is_double = all(crossing.topology is Topology.DOUBLE_RING for crossing in shape.crossings)
+    is_double = all(crossing.topology.ring_directions == 2 for crossing in shape.crossings)
     if collective is Collective.REDUCE_SCATTER and protocol.scatters_whole:
         collective = Collective.ALL_REDUCE
     formulas = {
@@ -382,8 +381,8 @@ def _across(
     share = constants.all_to_all_share(protocol)
     rate = share * crossing.bytes_per_second / crossing.members
     hop = protocol.hop(crossing.alpha_seconds)
-    if crossing.topology in (Topology.RING, Topology.DOUBLE_RING):
-        is_double = crossing.topology is Topology.DOUBLE_RING
+    if directions := crossing.topology.ring_directions:
+        is_double = directions == 2
         ring = (
             collectives.double_ring_all_to_all_seconds
             if is_double
