@@ -38,7 +38,7 @@ def norm_of_rows(graph: Graph) -> Op | None:
     return None
 
 
-_NATURAL = ""
+_NATURAL = ""  # the order of the batch's rows
 # Ops on the indices of a sort whose result still counts as indices of its rows: index // k and
 # index % k (each row is sorted k times, once for each of its experts), and expanding them.
 _KEEPING_INDICES = (OpKind.DIVISION, OpKind.QUOTIENT, OpKind.EXPAND)
@@ -150,7 +150,7 @@ class _OrderReader:
             yield self.ways_back.get(name, _NATURAL)
 
 
-_ALONG = (OpKind.ALONG, OpKind.SOFTMAX, OpKind.SORT)
+_ALONG = (OpKind.ALONG, OpKind.SOFTMAX, OpKind.SORT, OpKind.ARGSORT)
 _TAKING = (OpKind.PART, OpKind.PARTS)
 
 

@@ -54,6 +54,8 @@ class Sharing(nn.Module):
                 x = x[1:] - x[:-1]
             case "first":
                 x = x - x[0]
+            case "ordered":  # and each compared with the one in its place
+                x = x * x[x.sum((1, 2)).argsort()]
             case "along":
                 x = x.softmax(dim=0)
             case "within":
@@ -99,6 +101,7 @@ class Sharing(nn.Module):
         *(
             (way, True)
             for way in (
+                "ordered",
                 "along",
                 "kept",
                 "normalised",
