@@ -75,9 +75,8 @@ def trace(
 ) -> Graph:
     """Trace one training step, from the batch to the loss; the graph serves every batch size.
 
-    In 16 bits, buffers that were cast to 16 bits in the trace `like` are cast here, too. A model
-    that can be traced in fp32 only is refused if its types clash in 16 bits; otherwise the graph is
-    that of fp32.
+    For a 16-bit plan, the buffers that the trace `like` cast to 16 bits are cast here, too. If only
+    the trace in fp32 succeeds, its graph is returned; but this raises if types clash in 16 bits.
     """
     if not precision.is_half:
         return _traced(model_file, batch_size, _ATTEMPTS)
@@ -115,6 +114,7 @@ def _traced(
     for attempt in attempts:
         if attempt.device == "cpu" and size_bytes > _LARGEST_REAL_BYTES:
             break
+        # If the model decides by values, it may see that it is traced: libraries then avoid that.
         for is_noticed in (False, True):
             try:
                 subject = build(
@@ -192,7 +192,7 @@ def _stateless(subject: TracedSubject, *, is_noticed: bool, has_fixed_rows: bool
     if not first.traces.changed:
         return first.graph
     changed, left = first.traces.changed, first.traces.left
-    place = min(changed, key=lambda one: not changed[one])
+    place = min(changed, key=lambda one: not changed[one])  # preferably one compared by content
     try:
         second = how(found=left)
     except (InputError, TraceError) as error:
@@ -215,7 +215,7 @@ def _computed_in(graph: Graph) -> Graph:
 
 
 def _graph_in_modes(subject: TracedSubject, *, is_noticed: bool, is_half: bool) -> Graph:
-    """Return a subject's graph, which names parts in eval mode if train mode changes the ops."""
+    """Return a subject's graph; it names the parts in eval mode if train mode changes the ops."""
     graph = _graph(subject, is_noticed=is_noticed, is_half=is_half)
     parts = parts_in_eval_mode(subject.model)
     if not parts:
@@ -231,7 +231,7 @@ def _graph_in_modes(subject: TracedSubject, *, is_noticed: bool, is_half: bool) 
 def _check_written_inputs(graph: Graph, subject: TracedSubject) -> None:
     """Raise if a step writes to an entry of the batch that shares memory with another entry.
 
-    In plain PyTorch, both entries change. In scripts, they are two tensors, and one would change.
+    In plain PyTorch, both entries change. In scripts, they are two tensors: only one would change.
     """
     for op in graph.ops:
         for name in op.writes:
@@ -239,7 +239,7 @@ def _check_written_inputs(graph: Graph, subject: TracedSubject) -> None:
             if key in subject.shared:
                 others = ", ".join(sorted(subject.shared - {key}))
                 raise InputError(
-                    f"the model writes to batch[{key!r}], in whose memory {others} may lie, too",
+                    f"the model writes to batch[{key!r}], which may share memory with {others}",
                     where=op.location,
                     expected="entries of example_batch with memory of their own",
                     fix=f"give it a copy: {{{key!r}: ids.clone(), …}}",
@@ -278,9 +278,9 @@ def with_other_lengths(
     depend on each other are resized differently, if the model allows it.
 
     A trace shows sizes as numbers: 1024 may be the width of the model or the length of its rows.
-    Two traces distinguish them, for the price of one more trace. With a symbol for each length, the
-    exporter would take two to four times as long, and a model that compares a length
-    (`if t > self.block_size`) would turn its symbol into a number.
+    A second trace distinguishes them. With a symbol for each length, the exporter would take two to
+    four times as long, and a model that compares a length (`if t > self.block_size`) would turn its
+    symbol into a number.
     """
     for sizes in _other_sizes(graph, axes):
         try:
@@ -312,14 +312,15 @@ def _other_sizes(graph: Graph, axes: GraphAxes) -> Iterator[_Sizes]:
         for place, dim in enumerate(axes.dims[name])
         if place and (size := graph.tensors[name].shape[place]).is_constant and size.at(0) > 1
     }
-    free = {
+    free = {  # no weight has an axis of these dims
         k: d for k, d in dims.items() if weight_axes.isdisjoint(leaf.name for leaf in leaves(d))
     }
+    # dims of integers, such as token ids
     numbered = {k: d for k, d in dims.items() if graph.tensors[k[0]].is_whole_numbered}
     every = (free, numbered | free, numbered)
     choices = [one for place, one in enumerate(every) if one not in every[:place]]
-    usual, last = zip(*(_ways(graph, chosen) for chosen in choices), strict=True)
-    yield from (sizes for ways in (*usual, *last) for sizes in ways)
+    larger, smaller = zip(*(_ways(graph, chosen) for chosen in choices), strict=True)
+    yield from (sizes for ways in (*larger, *smaller) for sizes in ways)
 
 
 def _ways(graph: Graph, chosen: Mapping[_Place, Dim]) -> tuple[list[_Sizes], list[_Sizes]]:
@@ -332,10 +333,10 @@ def _ways(graph: Graph, chosen: Mapping[_Place, Dim]) -> tuple[list[_Sizes], lis
     double = {key: size * 2 for key, size in sizes.items()}
     half = {key: size // 2 for key, size in sizes.items()}
     more = [unlike, double] if len(groups) > 1 else [double]
-    return [*map(_and_one, more), *more], [_and_one(half), half]
+    return [*map(_plus_one, more), *more], [_plus_one(half), half]
 
 
-def _and_one(sizes: _Sizes) -> _Sizes:
+def _plus_one(sizes: _Sizes) -> _Sizes:
     return {key: size + 1 for key, size in sizes.items()}
 
 
@@ -350,7 +351,7 @@ def _resized(file: ModelFile, sizes: _Sizes, rows: int) -> dict[str, Any]:
 
 
 def _is_alike(graph: Graph, other: Graph) -> bool:
-    """Whether two graphs have equal ops, tensors and constants, but for sizes and arguments."""
+    """Whether two graphs differ only in the sizes of tensors and in the arguments of ops."""
     ops = [
         [(op.name, op.target, op.inputs, op.outputs, op.call) for op in g.ops]
         for g in (graph, other)

@@ -53,7 +53,7 @@ def graph_breaks(model_file: ModelFile, graph: Graph) -> tuple[GraphBreak, ...]:
 
 
 def _layers_by_kind(graph: Graph) -> Sequence[Sequence[str]]:
-    """Return the paths of layers that torch.compile could take, those with equal ops together."""
+    """Return the paths of layers that torch.compile could compile, grouped by equal ops."""
     layers = find_layers(graph, infer_axes(graph)).layers
     found: defaultdict[tuple[int, str], dict[str, None]] = defaultdict(dict)
     for layer in layers:
@@ -75,7 +75,10 @@ class _TracedError(Exception):
 def _each_tried(
     model: nn.Module, tried: Mapping[str, Sequence[str]], found: dict[str, GraphBreak]
 ) -> Iterator[None]:
-    """Try to trace each module of `tried` when it is called; add its graph break to `found`."""
+    """Try to trace each module of `tried` when it is called; add its graph break to `found`.
+
+    `tried` maps the path of a module to the paths of all modules like it.
+    """
     waiting = set(tried)
     with ExitStack() as stack:
         for path, alike in tried.items():
@@ -123,6 +126,7 @@ def _stop(forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[
 
 
 def _end(_: object, __: object) -> Any:
+    """Serve as dynamo's backend, which is called when the code has been traced."""
     raise _TracedError
 
 

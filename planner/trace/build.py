@@ -82,7 +82,7 @@ class TracedStep(nn.Module):
             return checked_loss(outputs, where=where, fix=_NO_LOSS)
         where = f"loss of {self.path}"
         loss = noted(self._wide_loss)(outputs, batch)
-        if isinstance(loss, (Mapping, tuple, list)):  # scripts use what loss returns as it is
+        if isinstance(loss, (Mapping, tuple, list)):  # scripts use the result of `loss` unchanged
             raise InputError(
                 f"loss returned {_kind(loss)}", where=where, expected=_LOSS, fix="return it alone"
             )

@@ -41,7 +41,7 @@ from autopar.planner.trace.symbols import Ledger, ModelNames
 
 
 class CannotReplayError(Exception):
-    """A block cannot be replayed: it exchanges tensors other than its arguments and its result."""
+    """A block cannot be replayed: it reads or stores tensors outside its arguments and result."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -161,7 +161,7 @@ class Values:
         return f"<{node.name}>"
 
     def _own_tensor(self, node: fx.Node, scope: Scope) -> Value:
-        """Return the tensor at `site` for a node that is the template's parameter or buffer."""
+        """Return the tensor at `site` that corresponds to a parameter or buffer of the template."""
         spec = self.specs.get(node.name)
         if spec is None:  # an input of a no_grad or autocast graph around the block
             raise CannotReplayError(node.name)
@@ -218,8 +218,8 @@ def structured(value: Any) -> Value:
 def _callers(unused: Iterable[str], live: Iterable[str], graph: Graph) -> Iterator[str]:
     """Yield unused calls, and the calls around each, up to the first that contains a used op.
 
-    The code of the calls around runs the unused ones. A printed forward may lack the arguments for
-    that, because the ops that make them are removed.
+    The forward of an outer call makes the unused call. If that forward is printed, arguments of the
+    unused call may be missing, because the ops that compute them are removed.
     """
     needed = {around for call in live for around in graph.index.around(call)}
     for call in unused:
@@ -230,7 +230,7 @@ def _callers(unused: Iterable[str], live: Iterable[str], graph: Graph) -> Iterat
 
 
 def pruned(graph: Graph) -> Graph:
-    """Return the graph without unused ops and tensors; marks calls with differentiable ones."""
+    """Remove unused ops and tensors from a graph; mark the calls that ran differentiable ones."""
     buffers = (t.name for t in graph.tensors.values() if t.origin is TensorOrigin.BUFFER)
     kept = graph.index.needed_for([graph.loss, *buffers])
     live = {graph.loss}.union(*((*op.inputs, *op.outputs) for op in kept))

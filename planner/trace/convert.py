@@ -130,7 +130,7 @@ class _Converter:
             return
         elif any(map(is_sparse, pytree.tree_leaves(node.meta["val"]))):
             raise TraceError(
-                "the model makes a sparse tensor, of which no rank can have a part",
+                "the model makes a sparse tensor, which cannot be divided among ranks",
                 where=self._location(node, scope),
                 fix="compute with dense tensors, or with an index and values",
             )
@@ -253,7 +253,8 @@ class _Converter:
     ) -> None:
         """Bound data-dependent sizes by the number of elements of the mask, or of the first input.
 
-        `counter` names the mask, if there is one. If it may be broadcast, the larger number counts.
+        `counter` names the mask, if there is one. With `picks_broadcast`, the mask may be
+        broadcast, and the larger of both numbers counts.
         """
         for val in vals if isinstance(vals, (tuple, list)) else (vals,):
             for size in val.shape if isinstance(val, torch.Tensor) and inputs else ():

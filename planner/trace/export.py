@@ -90,7 +90,7 @@ class DecidedByValuesError(TraceError):
 
 
 class UnlikeSizesError(TraceError):
-    """Sizes do not match, which no other dtype or device changes."""
+    """Sizes do not match; they would not match in another dtype or on another device, either."""
 
 
 class DevicesMeetError(TraceError):
@@ -255,6 +255,7 @@ _UNLIKE_SIZES = (
     "attempting to expand a dimension|broadcast a dimension|must match the size of tensor|"
     r"to match target batch_size|Sizes of tensors must match|size mismatch|shape '.*' is invalid"
 )
+# a pattern for an error's text; what autopar says of the fault, and what to do
 _REASONS: tuple[tuple[str, str, str], ...] = (
     (
         _REPLACED,
@@ -263,8 +264,8 @@ _REASONS: tuple[tuple[str, str, str], ...] = (
     ),
     (
         AT_RANDOM,
-        "the model decides by a random number what it runs ({line})",
-        "run all of it at every step: where layers are dropped, set their probability to 0",
+        "the model decides by a random number which code it runs ({line})",
+        "run the same code at every step: set the probability of dropping a layer to 0",
     ),
     (
         r"FlexAttention|flex_attention",
@@ -325,7 +326,7 @@ _REASONS: tuple[tuple[str, str, str], ...] = (
         r"(Unsupported dtype|Low precision dtypes|not implemented for '(BFloat16|Half)'|"
         r"only supported for half, float|to be Half, Float or Double|either float or double)",
         _NO_KERNEL,
-        "give it x.float(), and cast back what it makes",
+        "give it x.float(), and cast its result back",
     ),
     (
         r"(not on the expected device|different devices|Expected all tensors)",

@@ -133,7 +133,7 @@ def _leaf(
 def _structure(module: nn.Module, positions: dict[int, int]) -> Hashable:
     """Return a key that is equal for modules that compute alike, regardless of parameters' values.
 
-    `positions` numbers the tensors of the outermost module, so that tied ones count.
+    `positions` numbers the tensors of the outermost module, so that tied ones make a difference.
     """
     attributes = {k: v for k, v in vars(module).items() if k not in BOOKKEEPING}
     tensors = [

@@ -355,7 +355,7 @@ def _mark(op: Any, leaves: list[Any], spec: Any, call: str) -> Border:
 def _noted(op: Any, tensors: list[torch.Tensor], call: str) -> bool:
     """Add a marker directly to the graph if each tensor has a node; return whether it was added.
 
-    To call the marker's op would take as long as an op of the model: it passes all modes of torch.
+    A call of the marker's op passes through all modes of torch: it takes as long as a model's op.
     """
     mode = proxy_tensor.get_proxy_mode()
     if mode is None:

@@ -36,11 +36,11 @@ _OPS = (torch.ops.aten._ctc_loss.default, torch.ops.aten._ctc_loss.Tensor)
 @contextmanager
 def ctc_traced() -> Iterator[None]:
     """Make the CTC loss's op return a loss per row, and an empty tensor for the backward."""
-    with patch.dict(fake_impls.op_implementations_dict, dict.fromkeys(_OPS, _without_kept)):
+    with patch.dict(fake_impls.op_implementations_dict, dict.fromkeys(_OPS, _ctc_losses)):
         yield
 
 
-def _without_kept(mode: Any, _op: Any, log_probs: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _ctc_losses(mode: Any, _op: Any, log_probs: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     with mode:
         rows = log_probs.new_empty(log_probs.shape[1:-1])
         return rows, log_probs.new_empty(0)
@@ -63,7 +63,7 @@ def loss_of_each_row(
 
 
 def sliced(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """Compute `x[…]` with an op for each slice of a whole dim; None if no slice takes one whole."""
+    """Compute `x[…]` with an op for each slice that takes a whole dim; return None without one."""
     if func is not torch.Tensor.__getitem__ or kwargs:
         return None
     x, index = args
@@ -220,7 +220,7 @@ _REFUSED = {
 
 _SWAPS = (
     "the forward runs a module with other weights than its own (functional_call)",
-    "modules that compute with what they hold: scripts call them, or print their code",
+    "modules that compute with their own weights: scripts call them, or print their code",
     "write what the module computes as a function of the weights (F.linear(x, weight, bias))",
 )
 _TORCH = str(Path(torch.__file__).parent)

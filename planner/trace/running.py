@@ -1,4 +1,4 @@
-"""Runs a model during a trace, and records those of its effects that are not in the graph.
+"""Runs a model during a trace, and records its effects that the graph does not show.
 
 Also records where a model changes or takes gradients, because printed code would not do so. In the
 graph, `torch.autograd.grad` is one op, `autopar::gradient`. Hooks leave no op.
@@ -119,7 +119,10 @@ class Traces:
 
 @dataclass(slots=True)
 class TracedRun:
-    """Runs a step, from the Python state that `found` has, and records what it changes there."""
+    """Runs a step, and records in `traces` how it changes the Python state.
+
+    `found` is the state that an earlier step left, and that this step begins with; None at first.
+    """
 
     recording: TraceRecording
     traces: Traces

@@ -65,7 +65,7 @@ def known_number(asked: Tensor) -> Any:
 def _known(last: fx.Node) -> Sequence[fx.Node]:
     """Return the nodes that compute a value, in order; () if one of them may vary between steps.
 
-    They include the nodes that write to the memory of one of them.
+    Nodes that write to the memory of such a value are included.
     """
     flow, writers = nx.DiGraph(), writers_of(last.graph)
     flow.add_node(last)
@@ -248,7 +248,7 @@ def _only_raises(node: ast.If) -> bool:
 
 
 def _answer(test: ast.expr, *, passes: bool) -> bool | None:
-    """Return the value that each part of a test must have for the test to be `passes`, or None.
+    """Return the value that all parts of a test must have to make the test equal to `passes`.
 
     The result is None if the parts may need different values (`a and not b`).
     """

@@ -77,7 +77,7 @@ def refuse_counted(node: fx.Node, target: str, where: str) -> None:
                 "the model computes with the number of entries that a mask picks",
                 where=where,
                 expected="numbers that follow from the shapes of the batch, or tensors",
-                fix="write mask.sum() for it",
+                fix="use mask.sum() instead",
             )
 
 
@@ -155,8 +155,8 @@ def with_scatters(graph: Graph) -> Graph:
 class _Written:
     """Finds the storages whose writes can become scatters.
 
-    Only copies into views write to them, and no view that is older than the first write is read
-    after it.
+    Only copies into views write to such a storage, and after the first write, no view that is older
+    than this write is read.
     """
 
     def __init__(self, graph: Graph) -> None:

@@ -67,7 +67,7 @@ class Symbols:
     def bound(self, size: int | torch.SymInt, limit: Extent, *, counter: str) -> None:
         """Record the largest value of a size that depends on data, and the tensor that decides it.
 
-        What was first recorded for a symbol stays.
+        The first record of a symbol stays.
         """
         for symbol in _unbacked(size):
             self.bounds.setdefault(symbol, limit)

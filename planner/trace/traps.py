@@ -41,7 +41,7 @@ _OLD_NORMS = {WeightNorm: "weight_norm", SpectralNorm: "spectral_norm"}
 _AS_BUFFER = "state that changes in training to be a buffer of the model"
 _IN_BUFFER = (
     "keep it in the model: self.register_buffer('steps', torch.zeros(())) in __init__, and "
-    "self.steps += 1 in forward; return what the loss needs of it among the outputs"
+    "self.steps += 1 in forward; if the loss needs it, return it among the outputs"
 )
 _PLAIN = (int, float, str, bool, type(None))
 _RANDOM_SOURCES = (
@@ -225,10 +225,10 @@ def _is_plain(value: object) -> bool:
 class LeftBehind:
     """A step's changes of Python state; some tensors in them are replaced by stand-ins.
 
-    They distinguish caches from state. A step is traced twice, and the second trace finds what the
-    first one changed (see model/outside.py). Numbers stay as they are. A tensor computed from the
-    batch or weights is replaced by a stand-in, which the second trace must not read. A tensor made
-    of constants alone is a cache: it is replaced by its old value, and the second trace may fill it
+    The stand-ins distinguish caches from state. A step is traced twice, and the second trace begins
+    with the changes of the first one (see model/outside.py). Numbers stay. A tensor computed from
+    the batch or weights is replaced by a stand-in, which the second trace must not read. A tensor
+    made of constants alone is a cache: its old value comes back, and the second trace may fill it
     again.
     """
 
@@ -286,7 +286,7 @@ def _is_stale(function: Any) -> bool:
 def _changed(
     before: Mapping[Any, Any], after: Mapping[Any, Any], replaced: dict[int, torch.Tensor]
 ) -> Mapping[Any, Any]:
-    """Return the changed values of a holder, as the next step is to find them."""
+    """Return the changed values of a holder, in the form with which the next step begins."""
     pairs = {key: (before.get(key, ABSENT), after.get(key, ABSENT)) for key in (*before, *after)}
     return {
         key: _as_found_later(value, old, replaced)
@@ -296,10 +296,10 @@ def _changed(
 
 
 def _as_found_later(value: Any, old: Any, replaced: dict[int, torch.Tensor]) -> Any:
-    """Return what the next step is to find for a changed value.
+    """Return the value that the next step begins with, where this step has changed the old one.
 
-    This is the value itself if it has no traced tensors. If these are made of constants alone, it
-    is the old value; otherwise the value with stand-ins for them.
+    A value without traced tensors stays. If its traced tensors are made of constants alone, the old
+    value comes back. Otherwise stand-ins replace the traced tensors.
     """
     fakes = [one for one in pytree.tree_leaves(value) if isinstance(one, FakeTensor)]
     if not fakes:

@@ -195,7 +195,7 @@ class UnlikeTypesError(TraceError):
         "one type: torch.rand, torch.arange(…).float() and .float() make float32, and a sum with a "
         "float32 tensor is float32"
     )
-    half_fix = "cast what is read there: x.to(self.weight.dtype)"
+    half_fix = "cast the wider operand: x.to(self.weight.dtype)"
 
     def in_half(self, precision: Precision) -> TraceError:
         """Return the error for a model that trains in fp32, but not in 16 bits."""
@@ -218,7 +218,7 @@ class NoKernelError(UnlikeTypesError):
     """An op that PyTorch does not compute in 16 bits."""
 
     half_expected = ""
-    half_fix = "give it x.float(), and cast back what it makes"
+    half_fix = "give it x.float(), and cast its result back"
 
 
 def check_types(graph: Graph, *, is_half: bool) -> None:
@@ -252,7 +252,7 @@ def _check_product(op: Op, graph: Graph, odd_types: Sequence[str]) -> None:
         f"{_name(op)} multiplies {_type_text(odd[0])} by {_type_text((others or odd[1:])[0])}",
         where=_where(op, graph),
         expected="operands of one type",
-        fix="give float32 in example_batch, or cast what the product reads: x.to(weight.dtype)",
+        fix="give float32 in example_batch, or cast the operand: x.to(weight.dtype)",
     )
 
 

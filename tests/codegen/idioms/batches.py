@@ -130,7 +130,7 @@ def example_batch(batch_size):
 
 
 """,
-        every=refused("the model writes to batch['ids'], in whose memory labels"),
+        every=refused("the model writes to batch['ids'], which may share memory with labels"),
     ),
     "ignored targets": idiom("""
 def build_dataset():
