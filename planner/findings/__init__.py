@@ -1,6 +1,6 @@
 """Finds properties of a model that restrict plans: mixed rows, means, writes, optimizers.
 
-Those of an optimizer and its schedule are here, as data that needs no torch.
+This file has the properties of an optimizer and its schedule, as data that needs no torch.
 """
 
 from __future__ import annotations

@@ -131,10 +131,10 @@ def division_of(graph: Graph, op: Op) -> Division | None:
 
 
 def _made_of_numbers(graph: Graph, name: str) -> tuple[tuple[Op, ...], tuple[str, ...]]:
-    """Return the ops that compute a scalar from other scalars, in order, and what they start from.
+    """Return the ops, in order, that compute a scalar from other scalars, and the first scalars.
 
-    They start from scalars that are computed from rows. Ops whose result is the same for every
-    batch are included.
+    The first scalars are computed from rows. Ops whose result is the same for every batch are
+    included.
     """
     of_batch = {out for op in graph.index.reached_from(graph.inputs) for out in op.outputs}
     waiting, steps, counts = [name], dict[str, Op](), dict[str, None]()
@@ -224,7 +224,7 @@ def is_weighed_division(op: Op, graph: Graph, follows: Mapping[str, Follows]) ->
 
 
 def _is_weighed(number: str, graph: Graph) -> bool:
-    """Whether a number is computed from a mean that weights parts otherwise than by their rows."""
+    """Whether a number is computed from a mean whose weights are not the parts' numbers of rows."""
     maker = graph.index.made_by.get(number)
     if maker is None or graph.tensors[number].shape:
         return False

@@ -16,7 +16,7 @@ from autopar.planner.graph.graph import Graph
 from autopar.planner.graph.ops import MODEL_DTYPE, MODEL_EXTREMES, Op, TensorOrigin
 from autopar.planner.precision import Precision
 from autopar.planner.rules.rule import OpKind
-from autopar.planner.rules.table import has_line, kind_of, rule_of
+from autopar.planner.rules.table import has_row, kind_of, rule_of
 
 LARGE = 0.05  # the share of a step's bytes from which a missing formula matters
 
@@ -35,7 +35,7 @@ def unpriced(graph: Graph, axes: GraphAxes) -> Iterator[Unpriced]:
     """Yield the kinds of ops without a formula that read a parameter, or move many bytes."""
     kinds: dict[str, list[Op]] = {}
     for op in graph.ops:
-        if not has_line(op.target):
+        if not has_row(op.target):
             kinds.setdefault(op.target, []).append(op)
     if not kinds:
         return

@@ -195,7 +195,7 @@ def _is_mistake(cause: BaseException | None) -> bool:
 
 
 def _fails_in_full(model_file: ModelFile, cause: BaseException | None) -> bool:
-    """Whether build_optimizer also finds wrong values with the model's own parameters.
+    """Whether build_optimizer refuses a value with the model's own parameters, too.
 
     The model's parameters are on meta. If an optimizer reads their values there, torch raises an
     error of another type, for which the result is False.
@@ -237,8 +237,9 @@ def _parameters_for(stand_ins: Sequence[StandIn]) -> list[nn.Parameter]:
 
 def _reach(make: Make, stand_ins: Sequence[StandIn]) -> Reach:
     """Return an optimizer's reach: change some elements, and see whether others' updates change."""
-    second_ones = [torch.full((_count(one),), bool(n % 2)) for n, one in enumerate(stand_ins)]
-    if not _same_where_unchanged(make, stand_ins, second_ones):
+    # masks of elements to change: all those of every second parameter
+    whole_ones = [torch.full((_count(one),), bool(n % 2)) for n, one in enumerate(stand_ins)]
+    if not _same_where_unchanged(make, stand_ins, whole_ones):
         return Reach.MODEL
     second_halves = [torch.arange(_count(one)) >= (_count(one) + 1) // 2 for one in stand_ins]
     if not all(
@@ -258,6 +259,7 @@ def _every_second(stand_ins: Sequence[StandIn]) -> list[Tensor]:
 def _same_where_unchanged(
     make: Make, stand_ins: Sequence[StandIn], changed: Sequence[Tensor]
 ) -> bool:
+    """Whether elements outside the masks `changed` get the same updates if those inside change."""
     nothing = [torch.zeros_like(one) for one in changed]
     plain, other = _updates(make, stand_ins, nothing), _updates(make, stand_ins, changed)
     if not all(bool(one.isfinite().all()) for one in (*plain, *other)):

@@ -1,8 +1,8 @@
 """Finds layers that write to their inputs or cannot be recomputed, and buffers that count steps.
 
-If a layer is recomputed or wrapped by `fully_shard`, its inputs are copied if it writes to them,
-and its results if other code writes to these (runtime/model/parts.py). This is right only if other
-code sees the layer's writes in nothing but its results.
+A layer that is recomputed or wrapped by `fully_shard` works on copies of the inputs that it writes
+to, and returns copies of the results that other code writes to (runtime/model/parts.py). This is
+right only if other code needs the layer's writes in nothing but the layer's results.
 
 Also finds attributes that the step of an optimizer or scheduler sets and the forward reads: printed
 code would keep the traced value.
@@ -49,7 +49,8 @@ def writing_calls(graph: Graph, calls: Iterable[str]) -> frozenset[str]:
     """Return the calls that must work on copies; raises if copies would change results."""
     if not any(True for _ in written(graph.ops, graph)):
         return frozenset()
-    return frozenset(call for call in calls if call in graph.calls and _Borders(graph, call).matter)
+    known = (call for call in calls if call in graph.calls)
+    return frozenset(call for call in known if _Borders(graph, call).have_writes)
 
 
 def written(ops: Iterable[Op], graph: Graph) -> Iterator[str]:
@@ -74,7 +75,7 @@ class _Borders:
         self.results = graph.tensors.keys() & set(refs(self.call.result))
 
     @property
-    def matter(self) -> bool:
+    def have_writes(self) -> bool:
         """Whether there are writes of either kind; raises if copies would change results."""
         made = {name for op in self.own for name in op.outputs if self._storage(name) == name}
         given = frozenset(written(self.own, self.graph)) - made
@@ -96,7 +97,7 @@ class _Borders:
         return bool(given or returned)
 
     def _is_view_within(self, op: Op) -> bool:
-        """Whether torch returns a view of a matrix that it makes; the graph shows no view."""
+        """Whether an op's result is a view of a matrix that torch makes within the op."""
         (result, *_) = op.outputs
         return bool(_OF_A_MATRIX.match(op.target)) and len(self.graph.tensors[result].shape) > 2
 
@@ -228,7 +229,7 @@ def _hindrance(layer: Layer, graph: Graph, writers: Mapping[str, Op]) -> Hindran
 
 
 def _recurrent(layer: Layer) -> Op | None:
-    """Return an LSTM, GRU or RNN, whose kernels overwrite products with gates; None without one."""
+    """Return the first LSTM, GRU or RNN, or None; their kernels overwrite products with gates."""
     return next((op for op in layer.ops if kind_of(op) is OpKind.RECURRENT), None)
 
 
@@ -250,7 +251,7 @@ def _writer_into_saved(
 ) -> Op | None:
     """Return an op that writes into a result which a mode saves, or None.
 
-    The recomputation ends with the last op of which the backward needs a tensor, so writes into
+    The recomputation ends with the last op that saves a tensor for the backward, so writes into
     results of later ops do no harm.
     """
     if not writers:
@@ -266,7 +267,7 @@ def check_stepped_state(path: Path, model: nn.Module | None, step: Callable[[], 
 
     A step can change such state if the optimizer holds the model, or the file holds the optimizer.
     """
-    from autopar.planner.model.outside import state_scope  # here alone: torch takes seconds
+    from autopar.planner.model.outside import state_scope  # imported here: torch takes seconds
 
     outside = state_scope(path, model)
     before = outside.snapshot()
@@ -286,7 +287,7 @@ def check_stepped_state(path: Path, model: nn.Module | None, step: Callable[[], 
                 where=str(path),
                 expected="what changes in training to be a buffer of the model",
                 fix="count steps in a buffer that forward writes (self.steps += 1), and compute "
-                "the value of that",
+                "the value from it",
             )
 
 

@@ -22,7 +22,7 @@ _LIBRARIES = {"autopar", "torch", *sys.stdlib_module_names}
 
 
 def sources(path: Path) -> list[Path]:
-    """Return a file and the files of its folder that it imports, also through other files."""
+    """Return a file and the files of its folder that it imports, directly or through others."""
     folder, found, waiting = import_name(path).folder, {path}, [path]
     while waiting:
         importing = waiting.pop()
@@ -81,9 +81,9 @@ def plain_function(called: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def plain_functions(scope: Mapping[str, Any]) -> list[tuple[str, FunctionType]]:
-    """Return the Python functions in a file's globals that can be imported by name; none of torch.
+    """Return the Python functions in a file's globals that can be imported by name, except torch's.
 
-    A function counts if its own module has it under its name.
+    These are functions that the module which defines them still has under their own names.
     """
     found = [(name, value) for name, value in scope.items() if isinstance(value, FunctionType)]
     return [(name, function) for name, function in found if _is_importable(function)]

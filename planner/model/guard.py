@@ -112,8 +112,8 @@ _KNOWN = (
     ("No CUDA GPUs are available", ON_DEVICE),
     (
         "no known parent package",
-        "put an __init__.py beside the model file, which makes a package of its folder; or import "
-        "it without the dot: the folder of the model file is on the path",
+        "put an __init__.py beside the model file, so that its folder is a package; or import "
+        "without the dot: the folder of the model file is on the path",
     ),
     (
         "can't allocate memory",
@@ -252,7 +252,7 @@ def no_process_group(path: Path) -> Iterator[None]:
     def refuse(*_: Any, **__: Any) -> None:
         raise InputError(
             "the model file starts a process group",
-            where=f"{path}",
+            where=str(path),
             expected="no torch.distributed at import or in build_model",
             fix="leave it out: the emitted script starts the process group",
         )

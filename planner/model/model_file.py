@@ -88,7 +88,7 @@ def _parse_value(key: str, raw: str, annotation: str) -> Any:
 
 
 def import_file(path: Path) -> ModuleType:
-    """Import a file again, unless it defines ops of torch and has not changed.
+    """Import a file, even if it was imported before, unless it is unchanged and defines torch ops.
 
     As in `python FILE`, its folder comes first on sys.path; for a file in a package, this is the
     folder that holds the package.
@@ -336,7 +336,7 @@ def _check_call(
     try:
         signature.bind(*[None] * passed, **share)
     except TypeError as error:
-        fix = f"let {name} take what it is called with"
+        fix = f"let {name} take these arguments"
         if "missing" in str(error):
             fix = "give it by --arg name=value, or give the parameter a default"
         raise InputError(

@@ -281,7 +281,7 @@ def _values_of(owner: Any) -> Mapping[Any, Any]:
 
 
 def _slots(kind: type) -> list[str]:
-    # not in a cache, which would keep a model's classes alive, and all that these refer to
+    # not in a cache, which would keep alive a model's classes and everything they refer to
     return [name for one in kind.__mro__ for name in vars(one).get("__slots__", ())]
 
 

@@ -1,7 +1,7 @@
 """Builds a model file's model on the meta device, where tensors have no values.
 
-The model is built as scripts build it. Therefore this file imports the runtime, which no other file
-of the planner does.
+The model is built as scripts build it. Therefore this file, alone in the planner, imports the
+runtime's code that builds models.
 """
 
 from __future__ import annotations

@@ -395,6 +395,6 @@ def has_rule(target: str) -> bool:
     return rule_of(target).shape is not s.opaque
 
 
-def has_line(target: str) -> bool:
+def has_row(target: str) -> bool:
     """Whether the table has a row for an op, perhaps one without a signature."""
     return target in TABLE

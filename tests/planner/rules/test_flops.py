@@ -19,7 +19,7 @@ from autopar.planner.graph.graph import Graph
 from autopar.planner.graph.ops import Op, Ref, Value
 from autopar.planner.precision import Precision
 from autopar.planner.rules.rule import Computation
-from autopar.planner.rules.table import TABLE, has_line, rule_of
+from autopar.planner.rules.table import TABLE, has_row, rule_of
 from autopar.planner.trace import trace
 from tests.cells import cells
 from tests.planner.rules.multiplying_models import ALIKE, HOLDERS, MODULES, Subject, function
@@ -215,7 +215,7 @@ def test_moving_rows_has_a_line_and_no_flops() -> None:
     fold = Subject(build=nn.PReLU, shape=(2, 5, 5), run=run)
     graph = trace(fold.file())
     assert work_of(graph).forward_flops == 0
-    assert all(has_line(op.target) for op in graph.ops)
+    assert all(has_row(op.target) for op in graph.ops)
 
 
 def test_an_op_without_a_formula_is_named_with_its_share() -> None:
