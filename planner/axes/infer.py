@@ -28,7 +28,7 @@ from autopar.planner.rules.table import rule_of
 class Conflict:
     """A dim of an op's input that does not fit the op's signature.
 
-    Other ops flatten or concatenate it otherwise. It is not split in this op.
+    Other ops flatten or concatenate the dim in another way. It is not split in this op.
     """
 
     op: str
@@ -38,7 +38,7 @@ class Conflict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpAxes:
-    """An op's signature, and what its letters are in logical axes."""
+    """An op's signature, and the logical axes of its letters."""
 
     signature: Signature
     letters: Mapping[str, Dim]

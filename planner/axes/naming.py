@@ -41,10 +41,10 @@ class Unifier:
         return Leaf(f"d{self._count}", size)
 
     def representative(self, dim: Dim) -> Dim:
-        """Return the leaf that represents all leaves equal to this one; other dims as they are.
+        """Return the leaf that represents all leaves equal to this one; other dims do not change.
 
-        Equations that are passed on the way are shortened: they lead directly to this leaf. Else,
-        every layer of a deep model would walk through all layers before it.
+        Leaves on the way are bound directly to the result (path compression). Otherwise, every
+        layer of a deep model would walk through all layers before it.
         """
         passed: list[str] = []
         while isinstance(dim, Leaf):
@@ -63,7 +63,7 @@ class Unifier:
         return self._bound.get(dim.name, dim) if isinstance(dim, Leaf) else dim
 
     def resolved(self, dim: Dim) -> Dim:
-        """Return a dim that has free leaves alone: other leaves are replaced by what they equal."""
+        """Return a dim with only free leaves: each bound leaf is replaced by the dim it equals."""
 
         def replace(leaf: Leaf) -> Dim:
             top = self.structure(leaf)
@@ -74,7 +74,7 @@ class Unifier:
     def unify(self, a: Dim, b: Dim) -> bool:
         """Make two dims equal; return whether they can be.
 
-        If they cannot, those of their parts that were made equal before stay so.
+        If they cannot, parts of them that were made equal on the way stay equal.
         """
         a, b = self.representative(a), self.representative(b)
         if a == b:
@@ -299,18 +299,19 @@ def _input_hints(graph: Graph, dims: Mapping[str, tuple[Dim, ...]]) -> Iterator[
 def _propose(
     dim: Dim, name: str, unifier: Unifier, chosen: dict[str, str], wholes: dict[Dim, str]
 ) -> None:
+    """Name an axis, or the only axis in a product that has no name, or a concatenation."""
     top = unifier.structure(dim)
     if isinstance(top, Leaf):
         chosen.setdefault(top.name, name)
     elif isinstance(top, FlattenedDims):
-        open_ = [leaf for leaf in _free(top, unifier) if leaf.name not in chosen]
+        unnamed = [leaf for leaf in _free(top, unifier) if leaf.name not in chosen]
         whole = all(isinstance(unifier.structure(f), Leaf) for f in top.factors)
-        if len(open_) == 1:
-            chosen[open_[0].name] = name
-        elif len(open_) == 2 and name == "heads" and whole:
-            chosen[open_[0].name], chosen[open_[1].name] = "kv_heads", "group"
+        if len(unnamed) == 1:
+            chosen[unnamed[0].name] = name
+        elif len(unnamed) == 2 and name == "heads" and whole:
+            chosen[unnamed[0].name], chosen[unnamed[1].name] = "kv_heads", "group"
         joined = [f for f in map(unifier.structure, top.factors) if isinstance(f, Concat)]
-        if not open_ and len(joined) == 1:  # heads of ALiBi: its slopes are concatenated
+        if not unnamed and len(joined) == 1:  # heads of ALiBi: its slopes are concatenated
             wholes.setdefault(unifier.resolved(joined[0]), name)
     elif name in _SHARED_WITH_PARTS:
         for part in top.parts:

@@ -5,8 +5,8 @@
     S      split along a logical axis, and so is its gradient
     P      a partial sum of the value on each rank; its gradient is whole on every rank
 
-If an op needs an input in another layout than the op that made it gives, the input is converted.
-Each conversion also converts the gradient, in the backward.
+If an op needs an input in another layout than the input was made in, the input is converted. Each
+conversion also converts the gradient, in the backward.
 """
 
 from __future__ import annotations

@@ -181,8 +181,8 @@ class Tensor:
 
     If its size depends on data (`x[mask]`), its shape is the largest possible one, and `counted_by`
     is the mask that selects its elements; without a mask, it is the first op with such a result.
-    `expected` is the fraction of the largest number of elements that prices assume: if masks share
-    out the rows among them, as in a loop over experts, an equal part for each.
+    Prices assume that a fraction `expected` of the largest number of elements is there: an equal
+    part for each of several masks that share out the rows, as in a loop over experts, else 1.
     """
 
     name: str
@@ -238,7 +238,7 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constant:
-    """A tensor that the forward made from plain numbers; `values` are these, if they are few."""
+    """A tensor made from plain numbers in the forward; `values` has them, None if they are many."""
 
     name: str
     values: Value
@@ -261,7 +261,7 @@ class ModuleCall:
     neither tensors nor plain values are text such as "<DynamicCache>"; the model's modules are
     "<module h.0.position>". Lists are `Listed`, because callers concatenate them; dicts are
     `Mapped`, and objects with fields `Fields`. `has_unused` marks a call that computes, from
-    activations, something that the loss does not need, `is_batch_norm` one of torch's batch norms,
+    activations, something that the loss does not need. `is_batch_norm` marks torch's batch norms,
     which share statistics over data ranks. `left` says whether the call changes Python state.
     `mode_is_set` marks a call before which other code set the module to training or evaluation.
     `spans` are the expressions that call it: the innermost one first, the one in a forward last.
@@ -381,7 +381,7 @@ def objects(value: Value) -> Iterator[str]:
 
 
 def sizes(value: Value) -> tuple[Extent, ...]:
-    """Return the sizes in an argument as extents; −1 is the extent −1."""
+    """Return the sizes in an argument as extents; a size of −1, as in views, stays −1."""
     assert isinstance(value, tuple)
     return tuple(size(item) for item in value)
 

@@ -236,7 +236,7 @@ def attention(sizes: OpSizes) -> Computation:
     """Scores of queries and keys, and sums of values: 2 products forward, 5 backward.
 
     Used for kernels that a model calls directly, and if the letters of scaled_dot_product_attention
-    do not fit. In its kernels heads come before rows, in others after rows.
+    do not fit. In scaled_dot_product ops, the heads' dim comes before the rows'; in others after.
     """
     query, key, value = (
         sizes.shape(tensor(sizes, *names)) for names in (("query",), ("key", "k"), ("value", "v"))

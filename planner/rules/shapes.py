@@ -219,7 +219,7 @@ def expanded(case: Case) -> Signature:
 
 
 def as_other(alone: ShapeFunction) -> ShapeFunction:
-    """An op whose result has the sizes of the tensor `other`, and its dims."""
+    """Add the tensor `other`, whose dims are the result's (`view_as`), to the signature `alone`."""
 
     def shaped(case: Case) -> Signature:
         signature = alone(case)
@@ -274,7 +274,7 @@ def made(case: Case) -> Signature:
 
 
 def opaque(case: Case) -> Signature:
-    """An op of which nothing is known but its batch dim, if its tensors show one."""
+    """A signature in which only the batch dim is known, if the op's tensors show one."""
     letters = Letters()
     batch: dict[Extent, Dim] = {}
     operands = tuple((name, by_batch(case.shape(name), letters, batch)) for name in case.op.inputs)

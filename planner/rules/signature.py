@@ -206,7 +206,7 @@ class Case:
 
     op: Op
     tensors: Mapping[str, Tensor]
-    tiles: tuple[tuple[Extent, ...], int] | None = None
+    tiles: Tiles | None = None
 
     def shape(self, tensor: str) -> tuple[Extent, ...]:
         """Return the shape of a tensor."""
