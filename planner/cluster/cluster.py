@@ -283,7 +283,7 @@ def cluster_from(
 ) -> Cluster:
     """Return the cluster of these nodes; raises if no network joins them.
 
-    The devices decide which library runs collectives, over the network, too.
+    The library that runs the collectives of the nodes' links also runs those of the network.
     """
     if not nodes:
         raise InputError("the cluster has no nodes", fix="add a section [[nodes]]")

@@ -58,8 +58,8 @@ class MeasuredLinks:
 class DetectedNodes:
     """Equal nodes; `own` and `link` are keys of the device and of its link in the cluster file.
 
-    Both are empty for a device as in the data sheet. If `link` has keys, its name in the
-    file begins with own["link"].
+    Both are empty for a device as in the data sheet. If `link` has keys, the name of the link in
+    the file begins with own["link"].
     """
 
     count: int
@@ -91,8 +91,8 @@ def detected(
 ) -> DetectedCluster:
     """Return the cluster of the nodes that a tool (`source`) lists.
 
-    `named` maps words by which the source calls devices to the devices that the user named; "" is
-    for nodes without such a word.
+    `named` maps the source's word for a device to the device that the user named; the word is ""
+    for nodes whose device the source does not name.
     """
     devices = _devices(nodes, named, source)
     links = measured or MeasuredLinks()
@@ -105,7 +105,7 @@ def detected(
         else:
             kinds.append(own)
     network, told, is_assumed = _network(nodes, devices, links.between)
-    names = (f"{told}",) if told else ()
+    names = (told,) if told else ()
     return DetectedCluster(
         nodes=tuple(kinds),
         network=network,
@@ -269,7 +269,7 @@ def _unmeasured(nodes: Sequence[FoundNode], devices: Sequence[Device]) -> tuple[
 
 
 def _cards_of(node: FoundNode) -> Sequence[NetworkCard]:
-    """Return the fastest cards of a machine; those beside its GPUs, if it has such."""
+    """Return the fastest cards of a machine; only those beside its GPUs, if there are any."""
     if node.inside is None:
         return ()
     beside = node.inside.wiring.cards if node.inside.wiring else ()

@@ -292,7 +292,7 @@ def first_devices(cluster: Cluster, count: int) -> Cluster:
     if count not in sizes:
         raise InputError(
             f"{count} of the {cluster.size} devices do not make whole nodes",
-            expected=f"{_numbers_text(sizes)}",
+            expected=_numbers_text(sizes),
             fix="take the first nodes as a whole, or a part of the first one",
         )
     first = cluster.nodes[0]

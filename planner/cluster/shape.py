@@ -78,9 +78,9 @@ MOST_ORDERS = 24
 
 
 def node_orders(cluster: Cluster) -> tuple[Cluster, ...]:
-    """Return the cluster in several orders of its nodes, or in all if these are few.
+    """Return the cluster in several orders of its nodes, or in all orders if these are few.
 
-    In the first one, the fastest nodes come first.
+    In the first result, the fastest nodes come first.
     """
     if cluster.has_equal_nodes:
         return (cluster,)
@@ -191,14 +191,11 @@ class GroupShape:
 
 
 @lru_cache(maxsize=4096)
-def group_shape(
-    cluster: Cluster, ranks: int, stride: int, *, concurrent: int | None = None
-) -> GroupShape:
+def group_shape(cluster: Cluster, ranks: int, stride: int) -> GroupShape:
     """Return the shape of the groups of `ranks` ranks, `stride` apart, that tile the cluster.
 
-    The groups of a mesh axis run at once and share the links out of a node, unless `concurrent`
-    says how many do. On unequal nodes groups differ, and the worst one's shape is returned, because
-    the others wait for it.
+    The groups run at once and share the links out of a node. On unequal nodes groups differ, and
+    the worst one's shape is returned, because the others wait for it.
     """
     size, span = cluster.size, ranks * stride
     if ranks < 1 or stride < 1 or size % span:
@@ -210,15 +207,11 @@ def group_shape(
     firsts = _different(
         cluster, (block + offset for block in range(0, size, span) for offset in range(stride))
     )
-    return worst_shape(
-        cluster, (range(first, first + span, stride) for first in firsts), concurrent=concurrent
-    )
+    return worst_shape(cluster, (range(first, first + span, stride) for first in firsts))
 
 
 @lru_cache(maxsize=4096)
-def neighbour_shape(
-    cluster: Cluster, ranks: int, stride: int, *, concurrent: int | None = None
-) -> GroupShape:
+def neighbour_shape(cluster: Cluster, ranks: int, stride: int) -> GroupShape:
     """Return the worst shape of two neighbours in the groups of `group_shape`, such as stages."""
     span = ranks * stride
     group_shape(cluster, ranks, stride)  # raises if groups do not tile the cluster
@@ -230,7 +223,7 @@ def neighbour_shape(
             for rank in range(block, block + span - stride)
         ),
     )
-    return worst_shape(cluster, ((rank, rank + stride) for rank in firsts), concurrent=concurrent)
+    return worst_shape(cluster, ((rank, rank + stride) for rank in firsts))
 
 
 def ends_shape(cluster: Cluster, distance: int) -> GroupShape:
@@ -245,12 +238,10 @@ def _different(cluster: Cluster, firsts: Iterable[int]) -> Iterable[int]:
     return places.values()
 
 
-def worst_shape(
-    cluster: Cluster, groups: Iterable[Sequence[int]], *, concurrent: int | None = None
-) -> GroupShape:
+def worst_shape(cluster: Cluster, groups: Iterable[Sequence[int]]) -> GroupShape:
     """Return the shape of the group with most nodes, then most levels, then narrowest links."""
     starts = [_starts(level) for level in cluster.levels]
-    shapes = {_shape(cluster, starts, group, concurrent) for group in groups}
+    shapes = {_shape(cluster, starts, group) for group in groups}
     return max(shapes, key=_burden, default=GroupShape(ranks=1, crossings=()))
 
 
@@ -263,9 +254,7 @@ def _starts(level: LinkLevel) -> list[int]:
     return [0, *accumulate(unit.ranks for unit in level.units)][:-1]
 
 
-def _shape(
-    cluster: Cluster, starts: Sequence[Sequence[int]], group: Sequence[int], concurrent: int | None
-) -> GroupShape:
+def _shape(cluster: Cluster, starts: Sequence[Sequence[int]], group: Sequence[int]) -> GroupShape:
     crossings: list[CrossedLevel] = []
     # rank → (its unit of the level below, the number of devices in that unit)
     below = {rank: (rank, 1) for rank in group}
@@ -276,7 +265,7 @@ def _shape(
             parts_of.setdefault(here[rank], set()).add(below[rank][0])
         parts = max(len(units) for units in parts_of.values())
         if parts > 1:
-            members = _largest_number(below[rank][0] for rank in group)
+            members = _highest_count(below[rank][0] for rank in group)
             devices = min(below[rank][1] for rank in group)
             crossed = dict.fromkeys(
                 level.units[unit] for unit in sorted(parts_of) if len(parts_of[unit]) > 1
@@ -290,7 +279,6 @@ def _shape(
                         members=members,
                         devices=devices,
                         reach=unit.ranks / devices,
-                        concurrent=concurrent,
                     )
                     for unit in crossed
                 )
@@ -310,7 +298,7 @@ def _narrowest(crossings: Iterable[CrossedLevel]) -> CrossedLevel:
     )
 
 
-def _largest_number(units: Iterable[int]) -> int:
+def _highest_count(units: Iterable[int]) -> int:
     """Return how often the most frequent unit occurs."""
     sizes: dict[int, int] = {}
     for unit in units:
@@ -326,19 +314,18 @@ def _crossing(
     members: int,
     devices: int,
     reach: float,
-    concurrent: int | None,
 ) -> CrossedLevel:
     """Return the crossing with the rate of one group.
 
     A part (a unit of the level below) of d devices has d·r ports, r for each device. One group with
-    m members in it uses at most m·max(1, r) of them, and c concurrent groups share all ports:
+    m members in it uses at most m·max(1, r) of them, and the d ÷ m groups share all ports:
 
-        ports = min(max(1, d·r) ÷ c, m·max(1, r))
+        ports = min(max(1, d·r) ÷ (d ÷ m), m·max(1, r))
 
-    c is d ÷ m if every device takes part. In a full mesh of u parts, a group over p of them uses
-    the links to p − 1 of the u − 1 others.
+    In a full mesh of u parts (`reach`), a group over p of them uses the links to p − 1 of the
+    u − 1 others.
     """
-    groups = concurrent if concurrent is not None else max(1.0, devices / members)
+    groups = max(1.0, devices / members)
     ratio = link.ports_per_device
     ports = min(max(1.0, devices * ratio) / groups, members * max(1.0, ratio))
     meshed = (parts - 1) / max(reach - 1, 1) if link.topology.has_own_links else 1.0

@@ -321,9 +321,8 @@ def _may_have_gpus() -> bool:
 def recognised(name: str, *, memory_bytes: int, multiprocessors: int | None = None) -> Device:
     """Return the known device that the driver names, with the memory that it reports.
 
-    Some drivers leave the form factor out ("NVIDIA H100 80GB HBM3"). Of all devices of that model,
-    the one nearest in memory is taken then; if several are, the one whose name adds the fewest
-    words.
+    Some drivers leave the form factor out ("NVIDIA H100 80GB HBM3"). Then the result is the device
+    of that model with the nearest memory; of several, the one whose name adds the fewest words.
     """
     device = device_like(name, memory_bytes)
     if device is None:
@@ -339,7 +338,8 @@ def recognised(name: str, *, memory_bytes: int, multiprocessors: int | None = No
 def device_like(name: str, memory_bytes: int | None) -> Device | None:
     """Return the known device with this name, or the nearest of its model.
 
-    If `memory_bytes` is None, it is the one with the least memory among equally near ones.
+    If `memory_bytes` is None, names alone decide; of equally near ones, the result is the one with
+    the least memory.
     """
     return _by_name(name) or _by_words(name, memory_bytes)
 

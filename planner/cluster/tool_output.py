@@ -153,7 +153,7 @@ def _nvlinks(cell: str) -> int:
 
 
 def _parts(joined: Sequence[Sequence[bool]]) -> tuple[int, ...]:
-    """Return a number for each GPU, equal for GPUs that are joined directly or over others."""
+    """Return a number for each GPU, equal for GPUs that are joined directly or through others."""
     first = list(range(len(joined)))
     for one in range(len(joined)):
         for other in range(one):
@@ -207,7 +207,7 @@ _SLICE = re.compile(r".*\d+g\.\d+gb.*", re.ASCII | re.IGNORECASE)  # of a GPU, s
 
 
 def fields_in(line: str) -> Mapping[str, str]:
-    """Return the fields of a line of `scontrol --oneliner`; of equal keys the first counts."""
+    """Return the fields of a line of `scontrol --oneliner`; the first of two equal keys counts."""
     parts = _FIELD.split(line.strip())
     pairs = zip(parts[1::2], (one.strip() for one in parts[2::2]), strict=True)
     return dict(reversed(list(pairs)))

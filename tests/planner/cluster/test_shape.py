@@ -60,18 +60,10 @@ def test_groups_that_run_at_once_share_the_cards_of_a_node() -> None:
     assert group_shape(cluster, 2, 8).crossings[-1].bytes_per_second == pytest.approx(5e9)
 
 
-def test_a_group_alone_in_its_node_has_a_whole_card() -> None:
-    # one rank drives one card: 12.5 GB/s × 0.8
-    alone = group_shape(file(SHARED_CARDS), 2, 8, concurrent=1)
-    assert alone.crossings[-1].bytes_per_second == pytest.approx(10e9)
-
-
 def test_a_card_of_its_own_is_not_shared() -> None:
-    # HDR: 25 GB/s × 0.95 per device, alone or not
-    cluster = choose_cluster(16, "a100", 2)
-    for concurrent in (None, 1):
-        crossing = group_shape(cluster, 2, 8, concurrent=concurrent).crossings[-1]
-        assert crossing.bytes_per_second == pytest.approx(23.75e9)
+    # HDR: 25 GB/s × 0.95 per device
+    crossing = group_shape(choose_cluster(16, "a100", 2), 2, 8).crossings[-1]
+    assert crossing.bytes_per_second == pytest.approx(23.75e9)
 
 
 def test_the_worst_group_counts_where_nodes_differ() -> None:
