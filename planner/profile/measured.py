@@ -107,7 +107,7 @@ class MeasuredFile:
         )
 
     def merged(self, newer: MeasuredFile) -> MeasuredFile:
-        """Return the measurements of both files; of what both measured, the newer ones."""
+        """Return the measurements of both files; where both have one, the newer one counts."""
         for host in newer.hosts:
             self._check_threads(host)
         ops = {(one.key, one.torch): one for one in (*self.ops, *newer.ops)}

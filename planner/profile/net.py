@@ -112,12 +112,12 @@ def run(rank: int, ranks: int, folder: str, backend: str, cases: list[tuple[str,
 
 
 def _sampled(collective: Collective, payload_bytes: int, ranks: int, device: str) -> list[float]:
-    """Return the seconds of a collective, the mean of each of several blocks of calls."""
+    """Return the mean seconds of a collective in each of several blocks of calls."""
     return _repeated(collective, _call(collective, payload_bytes, ranks, device), device)
 
 
 def _repeated(collective: Collective, call: Callable[[], object], device: str) -> list[float]:
-    """Return the seconds of a call on the slowest rank, the mean of each of several blocks."""
+    """Return the mean seconds of a call in each of several blocks, on the slowest rank."""
     per_call = 2 if collective is Collective.POINT_TO_POINT else 1  # there and back
     _block(call, 1, device)
     first = slowest(_block(call, 2, device) / 2, device)

@@ -117,7 +117,7 @@ def _empty(graph: Graph, name: str, batch: int, precision: Precision, device: st
 def local_strides(
     shape: Sequence[int], strides: Sequence[int], local: Sequence[int]
 ) -> tuple[int, ...]:
-    """Return the strides of a rank's part of a tensor that lies in memory like the whole tensor.
+    """Return the strides of a rank's part of a tensor, which lies in memory like the whole tensor.
 
     The order of dims and the gaps are the same: if a row of the whole takes three times its length
     (the query inside a fused matrix), a row of the part takes three times its own.
@@ -140,7 +140,7 @@ def _inner_to_outer(shape: Sequence[int], strides: Sequence[int]) -> Iterator[in
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperandForm:
-    """A tensor that a probe reads, as it is in training."""
+    """A tensor that a probe reads, in the form that it has in training."""
 
     name: str
     shape: tuple[int, ...]
@@ -154,7 +154,7 @@ class OperandForm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """An op on one rank, ready to be called; `uses` ops, or splits of ops, have its key."""
+    """An op on one rank, ready to be called, for the `uses` ops and splits of ops with its key."""
 
     key: OpKey
     op: Op

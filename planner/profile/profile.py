@@ -200,7 +200,7 @@ def measure_baseline(clock: Clock, device: str) -> Baseline:
 def measure_host(graph: Graph, device: str) -> HostTimes:
     """Return this host's times; the optimizer has as many elements as the model, within limits."""
     forward, backward = _dispatch(device)
-    action, step = _frame(device)
+    action, step = _empty_step(device)
     tensor, element = _optimizer(graph, device)
     return HostTimes(
         forward_seconds=forward,
@@ -234,7 +234,7 @@ def _dispatch(device: str) -> tuple[float, float]:
     return median(forward) / ops, median(backward) / ops
 
 
-def _frame(device: str) -> tuple[float, float]:
+def _empty_step(device: str) -> tuple[float, float]:
     """Return the seconds of an action (a forward or backward), and of a step, of almost no work."""
     model = _Block(device)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)

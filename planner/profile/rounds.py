@@ -119,7 +119,7 @@ def measure(
                 continue
             until = (visit + 1) / visits
             _visit(own, device, clock, share, limits.op_seconds * until, MOST_SAMPLES * until)
-    sampled = (_summed(one, baseline) for own in running for one in own)
+    sampled = (_medians(one, baseline) for own in running for one in own)
     return tuple(sampled), tuple(left_out)
 
 
@@ -257,7 +257,7 @@ def _round(turn: Sequence[_RunningProbe], clock: Clock, scratch: torch.Tensor) -
         call.forget()
 
 
-def _summed(one: _RunningProbe, baseline: Baseline) -> SampledTimes:
+def _medians(one: _RunningProbe, baseline: Baseline) -> SampledTimes:
     backward = median(one.backward) - baseline.backward_seconds if one.backward else 0.0
     return SampledTimes(
         key=one.probe.key,
