@@ -20,7 +20,6 @@ from autopar.planner.layers import find_layers
 from autopar.planner.precision import (
     FUSED,
     GRADIENT_BYTES,
-    Kernels,
     Precision,
     item_bytes,
     optimizer_bytes,
@@ -151,8 +150,6 @@ class State:
 class Annotation:
     """The work of every op at one batch and precision; a tensor counts once, when first saved."""
 
-    batch: int
-    precision: Precision
     ops: Mapping[str, OpWork]
 
     def total(self, ops: Iterable[Op]) -> OpWork:
@@ -183,23 +180,19 @@ def annotate(
     *,
     batch: int,
     precision: Precision,
-    kernels: Kernels = FUSED,
 ) -> Annotation:
     """Return the work of every op of a graph."""
-    annotator = _Annotator(graph, axes, batch, precision, kernels)
+    annotator = _Annotator(graph, axes, batch, precision)
     works = {op.name: annotator.work(op) for op in graph.ops}
-    return Annotation(batch=batch, precision=precision, ops=MappingProxyType(works))
+    return Annotation(ops=MappingProxyType(works))
 
 
 class _Annotator:
-    def __init__(
-        self, graph: Graph, axes: GraphAxes, batch: int, precision: Precision, kernels: Kernels
-    ) -> None:
+    def __init__(self, graph: Graph, axes: GraphAxes, batch: int, precision: Precision) -> None:
         self.graph = graph
         self.axes = axes
         self.batch = graph.fixed_batch or batch
         self.precision = precision
-        self.kernels = kernels
         self.kept: set[str] = set()
         self.memory = TensorMemory(graph, precision)
 
@@ -227,7 +220,7 @@ class _Annotator:
         """Return the bytes that an op's backward reads and writes.
 
         The estimate is what the forward moves, plus the gradients of the op's inputs. For an op
-        that gathers entries of a table, the latter are left out.
+        that gathers entries of a table, these gradients are left out.
         """
         if moved == 0 or rule.traffic is Traffic.GATHERED:
             return moved
@@ -235,11 +228,11 @@ class _Annotator:
         return moved + sum(self._bytes(name) for name in op.inputs if tensors[name].requires_grad)
 
     def _made(self, rule: Rule, op: Op, shapes: LocalShapes) -> int:
-        made = made_by(op, rule, graph=self.graph, precision=self.precision, kernels=self.kernels)
+        made = made_by(op, rule, graph=self.graph, precision=self.precision, kernels=FUSED)
         return sum(made_elements(one, shapes) * one.item_bytes for one in made)
 
     def _newly_kept(self, rule: Rule, op: Op) -> int:
-        names = names_kept(op, rule, graph=self.graph, kernels=self.kernels)
+        names = names_kept(op, rule, graph=self.graph, kernels=FUSED)
         new = dict.fromkeys(root for root in map(self.memory.root, names) if root not in self.kept)
         self.kept.update(new)
         origins = (TensorOrigin.OP, TensorOrigin.INPUT)

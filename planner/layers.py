@@ -79,7 +79,11 @@ def _beside_statistics(graph: Graph) -> Iterator[str]:
 
 
 def _last_uses(graph: Graph, home: Mapping[str, int], once: frozenset[str]) -> Mapping[str, int]:
-    """Return the last layer that needs each tensor, if only to compute tensors outside `once`."""
+    """Return the last layer that needs each tensor.
+
+    Tensors outside `once` are computed again where they are needed, so the inputs of their ops are
+    needed there, too.
+    """
     last: dict[str, int] = {}
     for op in reversed(graph.ops):
         is_again = not once.intersection(op.outputs)

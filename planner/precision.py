@@ -1,4 +1,4 @@
-"""What changes the numbers of a training: dtypes, and choices that are allowed by name."""
+"""Choices that change the numbers of a training: dtypes, and methods to be allowed by name."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class Allowed(StrEnum):
     INT8, POWERSGD = "int8", "powersgd"  # a Compression of the same name
 
 
-SCALED_TOGETHER = 256  # gradients in int8 that share a scale, as runtime/data_parallel has them
+SCALED_TOGETHER = 256  # gradients in int8 that share a scale; as many as in runtime/data_parallel
 
 
 class Compression(StrEnum):
@@ -222,7 +222,7 @@ LEAST_OF_PART = 2  # local steps for each part that has outer steps of its own
 
 
 class Outer(StrEnum):
-    """The optimizer that takes the mean of what replicas have learnt in their local steps."""
+    """The optimizer that applies the mean of the replicas' changes over their local steps."""
 
     _value_: str
     rate: float

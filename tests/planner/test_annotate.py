@@ -6,7 +6,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from autopar.planner.annotate import annotate, state_of
 from autopar.planner.axes.infer import infer_axes
-from autopar.planner.precision import Kernels, Precision
+from autopar.planner.precision import Precision
 from tests.planner.subjects import ZOO_MODELS, meta_subject, zoo_file, zoo_graph
 
 CASES = [*[(name,) for name in ZOO_MODELS], ("resnet.py", "size=50"), ("gpt2.py", "size=124m")]
@@ -76,13 +76,7 @@ def kept_by_autograd(name: str, *arguments: str, batch: int) -> int:
 )
 def test_saved_bytes_are_what_autograd_keeps(case: tuple[str, ...]) -> None:
     graph = zoo_graph(*case)
-    annotation = annotate(
-        graph,
-        infer_axes(graph),
-        batch=4,
-        precision=Precision.FP32,
-        kernels=Kernels(fused_dropout=False),
-    )
+    annotation = annotate(graph, infer_axes(graph), batch=4, precision=Precision.FP32)
     predicted = annotation.total(graph.ops).saved_bytes
     assert predicted == pytest.approx(kept_by_autograd(*case, batch=4), rel=0.02)
 
