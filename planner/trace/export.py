@@ -265,7 +265,7 @@ _REASONS: tuple[tuple[str, str, str], ...] = (
     (
         AT_RANDOM,
         "the model decides by a random number which code it runs ({line})",
-        "run the same code at every step: set the probability of dropping a layer to 0",
+        "run the same code at every step: where layers are dropped, set their probability to 0",
     ),
     (
         r"FlexAttention|flex_attention",
