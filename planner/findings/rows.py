@@ -197,11 +197,14 @@ def _is_of_sum(op: Op, of_parts: Mapping[str, Follows]) -> bool:
 
 
 def _uses_row_count(op: Op, graph: Graph, of_parts: Mapping[str, Follows]) -> bool:
-    """Whether an op computes with the number of rows.
+    """Whether an op computes with the number of rows, or counts down from it.
 
     Ops on a mean or sum over rows do not count here: `loss_of_parts` judges them.
     """
     del graph
+    start = dict(op.arguments).get("start") if kind_of(op) is OpKind.RANGE else None
+    if isinstance(start, Extent) and not start.is_constant:
+        return True
     known = (Follows.MEAN, Follows.SUM)
     return counts_rows(op) and not any(of_parts[name] in known for name in op.inputs)
 

@@ -56,6 +56,8 @@ class Sharing(nn.Module):
                 x = x - x[0]
             case "ordered":  # and each compared with the one in its place
                 x = x * x[x.sum((1, 2)).argsort()]
+            case "counted down":
+                x = x * x[torch.arange(x.shape[0] - 1, -1, -1)]
             case "along":
                 x = x.softmax(dim=0)
             case "within":
@@ -102,6 +104,7 @@ class Sharing(nn.Module):
             (way, True)
             for way in (
                 "ordered",
+                "counted down",
                 "along",
                 "kept",
                 "normalised",
