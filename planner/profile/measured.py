@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -93,18 +93,13 @@ class MeasuredFile:
     def on(self, cluster: Cluster) -> Cluster:
         """Return a cluster in which the links that were measured have the measured figures."""
         nets = {net.device: net for net in self.nets}
-        changed = {
-            node.link: _link(node, nets[node.device.name])
-            for node in cluster.nodes
-            if node.device.name in nets
-        }
-        if not changed:
+        nodes = tuple(_with_link(node, nets.get(node.device.name)) for node in cluster.nodes)
+        if nodes == cluster.nodes:
             return cluster
-        return replace(
-            cluster,
-            nodes=tuple(_with_link(node, changed) for node in cluster.nodes),
-            levels=tuple(_relinked(level, changed) for level in cluster.levels),
-        )
+        pairs = zip(cluster.nodes, nodes, strict=True)
+        changed = [{old.link: new.link} for old, new in pairs for _ in range(old.devices)]
+        levels = tuple(_relinked(level, changed) for level in cluster.levels)
+        return replace(cluster, nodes=nodes, levels=levels)
 
     def merged(self, newer: MeasuredFile) -> MeasuredFile:
         """Return the measurements of both files; where both have one, the newer one counts."""
@@ -158,13 +153,18 @@ def _link(node: Machine, net: MeasuredNet) -> Link:
     )
 
 
-def _with_link(node: Machine, changed: Mapping[Link, Link]) -> Machine:
-    return replace(node, link=changed.get(node.link, node.link))
+def _with_link(node: Machine, net: MeasuredNet | None) -> Machine:
+    return node if net is None else replace(node, link=_link(node, net))
 
 
-def _relinked(level: LinkLevel, changed: Mapping[Link, Link]) -> LinkLevel:
-    units = tuple(replace(unit, link=changed.get(unit.link, unit.link)) for unit in level.units)
-    return replace(level, units=units)
+def _relinked(level: LinkLevel, changed: Sequence[Mapping[Link, Link]]) -> LinkLevel:
+    """Return a level with measured links; `changed` maps the old link of each rank to the new."""
+    firsts = accumulate((unit.ranks for unit in level.units), initial=0)
+    units = (
+        replace(unit, link=changed[first].get(unit.link, unit.link))
+        for unit, first in zip(level.units, firsts, strict=False)
+    )
+    return replace(level, units=tuple(units))
 
 
 FILE_NAME = "measured.toml"

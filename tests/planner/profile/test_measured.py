@@ -1,7 +1,9 @@
+from dataclasses import replace
+
 import pytest
 
 from autopar.planner.cluster.cluster import Collective, content_hash
-from autopar.planner.cluster.file import choose_cluster
+from autopar.planner.cluster.file import choose_cluster, parse_cluster
 from autopar.planner.cluster.shape import group_shape
 from autopar.planner.costs.collectives.choice import cheapest, collective_seconds
 from autopar.planner.costs.collectives.conversions import Statistics, synchronising
@@ -50,6 +52,20 @@ def test_a_measured_link_replaces_that_of_its_device_alone() -> None:
     assert joined.levels[0].units[0].link == joined.nodes[0].link
     assert everything().on(gpus) == gpus
     assert content_hash(joined) != content_hash(cpus)
+
+
+def test_a_measured_link_of_one_device_is_not_that_of_another() -> None:
+    both = parse_cluster(
+        """
+        nodes = [{device = "l4", devices = 2}, {device = "a10", devices = 2}]
+        network = {like = "ethernet-100"}
+        """,
+        where="a test",
+    )
+    joined = MeasuredFile(nets=(replace(net(), device="a10"),)).on(both)
+    assert [one.link.bytes_per_second for one in joined.nodes] == [32e9, 2e9]
+    assert [one.link for one in joined.levels[0].units] == [one.link for one in joined.nodes]
+    assert joined.levels[1] == both.levels[1]
 
 
 def test_a_collective_takes_what_it_took_where_it_was_measured() -> None:
