@@ -53,7 +53,7 @@ class PlannedSubject:
 class BuiltModel:
     """A loaded model file, and the model that it builds, on the meta device.
 
-    `parts` are those of its graph, if the graph is known before the plan.
+    `parts` are the axes and layers of its graph, if the graph is known before the plan.
     """
 
     file: ModelFile
@@ -116,7 +116,7 @@ class _Traced:
 
     @classmethod
     def of(cls, plan: Plan, file: ModelFile, cache: Cache) -> _Traced:
-        """Return the model of a plan."""
+        """Return the key of a plan's model."""
         return cls(
             path=file.path,
             facts=plan.model,
@@ -159,8 +159,9 @@ def _traced_on_other_lengths(model: _Traced) -> Graph | None:
 def lengths_process(question: Question, spec: str, cache: Cache) -> BaseProcess:
     """Start a process that traces a model on rows of other lengths while a plan is searched for.
 
-    It is a fork, so it has torch and the libraries of the model. The cache keeps what it finds, for
-    plans whose scripts need it. For a search of a few seconds, it does nothing.
+    The process is a fork, so it has torch and the libraries of the model. It writes the graph that
+    it finds to the cache, for plans whose scripts need it. It first waits 2 s, in which short
+    searches end.
     """
     process = get_context("fork").Process(
         target=_trace_other_lengths, args=(question, spec, cache), daemon=True
@@ -205,7 +206,7 @@ def _check_same_parameters(plan: Plan, model: nn.Module, path: Path) -> None:
                 f"changed: {name} {_sized(now)}, and {_sized(then)} in the plan",
                 where=str(path),
                 expected="what it reads (a configuration, an environment variable) as it was",
-                fix="plan again with `autopar plan`, or bring that back",
+                fix="plan again with `autopar plan`, or restore what it reads",
             )
 
 

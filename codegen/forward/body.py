@@ -9,7 +9,7 @@ from functools import cached_property
 from autopar.codegen.forward.calls import call_line, function_line, unnamed_function
 from autopar.codegen.forward.local_sizes import local_arguments, result_sizes
 from autopar.codegen.forward.opening import Opening, is_split_random
-from autopar.codegen.forward.ops.arguments import whole_number
+from autopar.codegen.forward.ops.arguments import explained, whole_number
 from autopar.codegen.forward.ops.sizes import wanted, whole_sizes
 from autopar.codegen.forward.ops.special_ops import (
     PrintedPlace,
@@ -226,6 +226,7 @@ class BodyBuilder(AvailableValues):
             self.alias(op)
             return
         expression = self._in_split_form(op) or rewritten(op, self) or self._usual(op)
+        why = explained("", expression)
         if op.name in self.split.weighed:
             number = self.split.weighed.index(op.name)
             expression = call("scale_loss", expression, text(f"{self.loss_weights}[{number}]"))
@@ -241,6 +242,7 @@ class BodyBuilder(AvailableValues):
             Line(
                 results=made if gives_many(op) else made[0],
                 expression=expression,
+                reason=why,
                 is_ordered=is_ordered,
                 has_gradient=op.grad_enabled,
                 is_random=is_split_random(op, self.split),

@@ -51,10 +51,10 @@ def printed_crossing(opening: Opening, gives: Sequence[CrossingTensor]) -> str:
     shown = [_crossing(one, builder) for one in gives]
     result = tuple_of(shown) if len(shown) > 1 else joined(tuple(shown))
     style = Style(axis="", indent=4)
-    doc = '    """Describe what a stage sends to the next one for a microbatch."""'
+    does = "Return the shapes that a stage sends for a microbatch, and how tensor ranks split them."
     head = f"def {CROSSING}(batch: Mapping[str, Tensor]) -> tuple[Crossing, ...]:"
     lines = map(_with_cut_shape, written(builder.body(result), builder.owner, style))
-    return "\n".join([head, doc, *lines]) + "\n"
+    return "\n".join([head, f'    """{does}"""', *lines]) + "\n"
 
 
 def _with_cut_shape(line: str) -> str:

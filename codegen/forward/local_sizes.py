@@ -174,9 +174,9 @@ def _unflattened(op: Op, body: AvailableValues) -> SourceForm:
     dim = whole_number(op.argument("dim")) % len(body.graph.tensors[op.inputs[0]].shape)
     local = made.dim - dim if made.kind is LayoutKind.SPLIT else -1
     sizes = body.graph.tensors[op.outputs[0]].shape[dim : dim + len(given)]
-    is_whole = 0 <= local < len(given)
+    is_split_here = 0 <= local < len(given)  # by one of the new dims
     numbers = [
-        size.at(0) if item == -1 and is_whole else item
+        size.at(0) if item == -1 and is_split_here else item
         for item, size in zip(given, sizes, strict=True)
     ]
     shown = [literal(-1 if at == local else whole_number(item)) for at, item in enumerate(numbers)]

@@ -133,7 +133,7 @@ class Owner:
         return text(f"self{self.steps(owner)}.{leaf}")
 
     def name_near(self, name: str, op: Op | None) -> str:
-        """Return a tensor's name in this module; of a tied one, the name inside the op's module."""
+        """Return a tensor's name in this module; of several, the one inside the op's module."""
         graph = self.split.graph
         tied = next((p for p in graph.parameters if p.name == name), None)
         names = (name, *tied.aliases) if tied is not None else (name,)
@@ -183,7 +183,7 @@ class Owner:
     def parameter_fact(self, what: str, ops: Iterable[Op]) -> SourceForm | None:
         """Return the expression of the dtype or device of one of this module's parameters.
 
-        One that `ops` read is preferred, because a stage has no other parameters.
+        A parameter that `ops` read comes first, because a stage may lack the others.
         """
         read = {name for op in ops for name in op.inputs}
         parameters = self.split.graph.parameters
@@ -306,7 +306,9 @@ class AvailableValues:
     def _conversion(self, local: LocalTensor, wanted: LocalTensor) -> Line:
         users = [o for o in self.graph.index.readers[local.tensor] if self._converts_for(o, wanted)]
         source = self.same.get(local, local)
-        converted: Expression = conversions.convert(source, wanted, local, self.sizes)
+        made = conversions.convert(source, wanted, local, self.sizes)
+        why = conversions.explained(conversions.reason(local, wanted, users, self.split), made)
+        converted: Expression = made
         if local.tensor in self.late_biases:
             maker = self.graph.index.made_by[local.tensor]
             bias = self.owned(self.late_biases[local.tensor], maker)
@@ -314,11 +316,7 @@ class AvailableValues:
         # a later op writes to this value, and other ops may still read the source
         if self.graph.index.is_written_later(wanted.tensor):
             converted = method(converted, "clone")
-        return Line(
-            results=wanted,
-            expression=converted,
-            reason=conversions.reason(local, wanted, users, self.split),
-        )
+        return Line(results=wanted, expression=converted, reason=why)
 
     def _converts_for(self, op: Op, wanted: LocalTensor) -> bool:
         return any(

@@ -104,7 +104,11 @@ def _whole_name(opening: Opening) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Draft:
-    """A printed stage: `printed` has its layers' numbers, `form` has `first : end` instead."""
+    """A printed stage.
+
+    `printed` loops over its layers by number (`layers[3:7]`). `form`, if there is one, loops over
+    `layers[first:end]`, so that stages with equal forms can share a class.
+    """
 
     number: int
     part: StagePiece
@@ -330,11 +334,11 @@ class _Printer:
             yield from (n for n in refs((call.arguments, call.keywords)) if n in buffers)
 
     def _docstring(self, number: int, part: StagePiece) -> str:
-        source = "the batch" if not number else "what the stage before gives"
-        target = "what the next stage takes" if part.gives else "the result"
+        source = "the batch" if not number else "the previous stage's output"
+        target = "the next stage's input" if part.gives else "the result"
         if not part.gives and self.returns_loss:
             target = "the loss"
-        return f"Map {source} to {target}."
+        return f"Compute {target} from {source}."
 
 
 def _with_result(module: Module, gives: int) -> Module:

@@ -25,7 +25,7 @@ class AllowedValues(NamedTuple):
 
 
 class LaunchKey(NamedTuple):
-    """What a key means, which values it has, and for which schedulers."""
+    """What a key means, which values it may have, and for which schedulers."""
 
     what: str
     values: AllowedValues
@@ -169,7 +169,7 @@ def yaml(text: str) -> Source:
 
 
 def plain(value: object) -> Source:
-    """Return a flag, a number, a text or lists of them, as JSON, YAML and TOML write them alike."""
+    """Return a plain value in the form that JSON, YAML and TOML share."""
     if isinstance(value, str):
         return yaml(value)
     if isinstance(value, tuple):

@@ -136,7 +136,7 @@ class Task:
     float8_layers: tuple[str, ...] = ()
     device: str = "cpu"
     local: LocalSteps | None = None
-    sums: SentSums | None = None  # if the plan's data ranks lose something of gradients they send
+    sums: SentSums | None = None  # how data ranks compress gradients; None if they lose nothing
 
 
 def task_of(

@@ -88,7 +88,7 @@ def rounding_note(plan: Plan) -> str:
 
 
 def _shards(plan: Plan, axes: GraphAxes) -> Iterator[tuple[str, tuple[Chunks, ...]]]:
-    """Yield the parameters that are compressed: not those that other axes add up, too."""
+    """Yield the parameters that are compressed: those whose gradients no other axis adds up."""
     layouts = {one.name: one.layout for one in plan.parameters}
     learning, tied = learning_parameters(plan.graph), _tied(plan, axes)
     for one in plan.graph.parameters:
@@ -130,8 +130,8 @@ def _held(one: Parameter, layout: Layout, axes: GraphAxes, tensor: int) -> Itera
 class SentGradients:
     """The gradients of a training whose data ranks compress them, and what they have lost so far.
 
-    Losses are kept by parameter, shard, and the ranks that compress together; those of means by
-    parameter and shard.
+    What ranks have lost is kept by parameter, shard, and the first of the ranks that compress
+    together. What rounding has lost of means is kept by parameter and shard.
     """
 
     sums: SentSums | None
@@ -189,7 +189,7 @@ class SentGradients:
     def _project(
         self, gradient: Tensor, chunks: Chunks, by_rank: Sequence[Tensor], key: tuple[str, int]
     ) -> None:
-        """Replace the elements of a shard by the product of two thin matrices, if it is one."""
+        """Replace a shard by the product of two thin matrices, if the shard is a large matrix."""
         rows = chunks.local_shape[0] if len(chunks.local_shape) > 1 else 0
         columns = chunks.elements // rows if rows else 0
         if not rows or 2 * _RANK * (rows + columns) > rows * columns:
@@ -211,7 +211,7 @@ def _wave(rows: int, like: Tensor) -> Tensor:
 
 
 def _orthonormal(matrix: Tensor) -> Tensor:
-    """Make columns orthonormal one by one; those that are nearly none give way to a wave."""
+    """Make columns orthonormal one by one; `_wave` replaces those that earlier ones span."""
     columns: list[Tensor] = []
     for own, wave in zip(matrix.T, _wave(len(matrix), matrix).T, strict=True):
         for candidate in (own, wave):
@@ -263,7 +263,7 @@ def _product(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> Tensor:
 
 
 def _rounded(x: Tensor, lost: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return flat elements plus what was lost of earlier ones, rounded to int8; and the loss."""
+    """Return x plus what was lost before, rounded to int8, and what this rounding loses."""
     x = x if lost is None else x + lost
     rows = nn.functional.pad(x, (0, -len(x) % _BLOCK)).view(-1, _BLOCK)
     scales = rows.abs().amax(1, keepdim=True) / _LARGEST

@@ -1,4 +1,7 @@
-"""Turns a plan into its script's view, whose parts have templates, and that into checked text."""
+"""Turns a plan into a script: a view with every decision, its templates, and a check of the text.
+
+This file has the views; each part of a script has its own, and its own template.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ class HeadView:
 
     docstring: Source
     model_imports: Source
-    functions: Source  # of the model file
+    functions: Source  # the model file's functions, under the script's names
     settings: Source
     plan: Source
     model_source: Source  # the model's files, and their digest
@@ -88,7 +91,7 @@ class StepView:
 class TrainingView:
     """The function `main` (training.py.j2)."""
 
-    products: str  # how products of fp32 are rounded; empty for torch's default
+    products: str  # torch's precision of fp32 matrix products; empty for its default
     product_units: str  # the dtype of the units that compute them
     start: Source
     prints_forwards: bool  # forwards of the model's classes
@@ -108,7 +111,7 @@ class TrainingView:
     scales_loss: bool  # fp16
     seeding: Source  # a comment on which ranks draw their own random numbers
     kept: Source  # what a checkpoint contains
-    measures: bool  # whether the model file has metrics()
+    has_metrics: bool  # the model file has metrics()
     units: Source  # the constant with the samples or tokens of a step
     unit: str
 

@@ -75,7 +75,7 @@ def stage_tables(plan: Plan, opened: OpenedSource, axes: GraphAxes, *, last: str
     stages = table("STAGES", ("(", ")"), rows)
     if are_alike:
         assert isinstance(gives[0], Bracketed)
-        crossing = assigned("CROSSING", gives[0], "what each stage gives to the next")
+        crossing = assigned("CROSSING", gives[0], "the tensors that each stage sends to the next")
         stages = Source(f"{crossing}\n{stages}")
     return StageTables(stages=stages, ties=_ties(plan, holds))
 
@@ -184,7 +184,8 @@ def _ties(plan: Plan, holds: Sequence[frozenset[str]]) -> Source:
         if len(ranks) > 1 and name in learning:
             shared = literal(tuple(sorted(set(ranks))))
             rows.append(call("Tie", tuple_of(*map(literal, names)), shared))
-    return assigned("TIES", tuple_of(*rows)) if rows else Source()
+    meaning = "shared weights, and their pipeline ranks"
+    return assigned("TIES", tuple_of(*rows), meaning) if rows else Source()
 
 
 def _in_order(plan: Plan) -> Sequence[PlannedStage]:
@@ -200,10 +201,10 @@ def layer_lists(plan: Plan, subject: PlannedSubject, *, writing: Sequence[str]) 
     if writing:
         found.append(_listed("WRITING", writing))
     if plan.arrangement.zero.shards_modules:
-        found.append(_listed("LAYERS", _gathered_alone(subject, paths)))
+        found.append(_listed("LAYERS", _gathered_alone(subject, paths), "gathered one by one"))
     if plan.arrangement.compile is Compile.LAYERS:
         found.append(
-            _listed("COMPILED", compiled_layers(plan, subject), "what torch.compile takes")
+            _listed("COMPILED", compiled_layers(plan, subject), "each compiled by torch.compile")
         )
     for one in recomputations(plan, "model"):
         found.append(
@@ -266,8 +267,8 @@ def _check_recomputed(
         raise LostLayersError(lost)
 
 
-# The script's constants with paths of layers, in their order there, and what it does with each of
-# these layers, or with all.
+# The script's constants with paths of layers, in the script's order. Each has a call, which the
+# script makes with every layer (`layer`), or once with all (`layers`).
 CALLS: Mapping[str, str] = MappingProxyType(
     {
         "RECOMPUTED_IN_PART": 'recompute(layer, "selective")',

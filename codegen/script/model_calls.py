@@ -57,7 +57,6 @@ _OPTIONAL: Mapping[str, str] = {
     "build_optimizer": "new_optimizer",
     "build_scheduler": "new_scheduler",
 }
-_EVALUATING = ("build_eval_dataset",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +146,7 @@ def _functions(file: ModelFile, *, is_half: bool, evaluates: bool) -> Iterator[s
     """Yield `new_model = …` and the model file's other functions."""
     yield _bound(file, file.factory, "new_model")
     yield _bound(file, "example_batch", "new_batch")
-    # a script that does not evaluate, the plain loop, adds these entries to its batch itself
+    # the plain loop, which does not evaluate, adds these entries to its batches itself
     plain = file.plain_entries() if evaluates else NOTHING
     around = "in_float32" if is_half else ""
     if file.loss is not None:
@@ -155,7 +154,7 @@ def _functions(file: ModelFile, *, is_half: bool, evaluates: bool) -> Iterator[s
     if evaluates and file.metrics is not None:
         yield _bound(file, "metrics", "compute_metrics", around=around, plain=plain)
     for name, own in _OPTIONAL.items():
-        if getattr(file, name) is not None and (evaluates or name not in _EVALUATING):
+        if getattr(file, name) is not None and (evaluates or name != "build_eval_dataset"):
             yield _bound(file, name, own)
 
 
@@ -185,8 +184,8 @@ def model_source(path: Path) -> Source:
     files = sources(path)
     names = (Path(os.path.relpath(file, path.parent)).as_posix() for file in files)
     lines = [
-        assigned("MODEL_FILES", tuple_of(*map(literal, names)), "whose code was planned"),
-        f"MODEL_DIGEST = {literal(source_digest(files))}  # of this code",
+        assigned("MODEL_FILES", tuple_of(*map(literal, names)), "Python files of the model"),
+        f"MODEL_DIGEST = {literal(source_digest(files))}  # checksum of their code, as planned",
     ]
     return Source("\n".join(lines))
 
@@ -235,8 +234,8 @@ def waits_for_last(arrangement: Arrangement) -> Source:
     if not waits or arrangement.zero.divides_parameters:
         return Source()
     if arrangement.zero.keeps_gathered:
-        return Source("parameters stay gathered until the last one")
-    return Source("data ranks average gradients in the last one")
+        return Source("parameters stay gathered until the last microbatch")
+    return Source("data ranks average gradients in the last microbatch")
 
 
 def seeding(plan: Plan) -> Source:
@@ -251,12 +250,12 @@ def seeding(plan: Plan) -> Source:
 def why_weighed(plan: Plan, opened: OpenedSource) -> Source:
     """Return a comment on why microbatches have weights, or "" if they have none."""
     if opened.weighs_terms:
-        return Source("The loss adds several means, each over its own valid targets.")
+        return Source("The loss adds several means, each weighted by its own valid targets.")
     if opened.valid_targets is not None:
         return Source(
             "The loss is a mean over valid targets, so a microbatch is weighted by how many it has."
         )
-    return Source("The loss is a sum over rows." if sums_rows(plan) else "")
+    return Source("The loss is a sum over rows, not a mean." if sums_rows(plan) else "")
 
 
 def _fewer_rows(plan: Plan, subject: PlannedSubject) -> Iterator[str]:
@@ -380,13 +379,15 @@ def outer_settings(plan: Plan) -> Iterator[ScriptSetting]:
     """Yield the settings of the outer steps that follow local steps, if there are any."""
     arranged = plan.arrangement
     if arranged.is_local:
-        yield ScriptSetting("OUTER_RATE", literal(arranged.outer.rate), "of the outer optimizer")
-        momentum = "Nesterov's, of the outer optimizer; 0: none"
+        yield ScriptSetting(
+            "OUTER_RATE", literal(arranged.outer.rate), "learning rate of outer steps"
+        )
+        momentum = "Nesterov momentum of outer steps; 0: none"
         yield ScriptSetting("OUTER_MOMENTUM", literal(arranged.outer.momentum), momentum)
     if arranged.outer_parts > 1:
-        turns = "the model has so many parts; in SYNC_EVERY steps each has one outer step"
+        turns = "parts of the model; in SYNC_EVERY steps each has one outer step"
         yield ScriptSetting("OUTER_PARTS", literal(arranged.outer_parts), turns)
-        sent = "steps that sending a part takes, as predicted; then comes its outer step"
+        sent = "steps during which a part is sent, before its outer step"
         yield ScriptSetting("OUTER_DELAY", literal(plan.prediction.outer_delay), sent)
 
 

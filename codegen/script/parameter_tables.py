@@ -283,10 +283,15 @@ def _summed(plan: Plan) -> Iterator[str]:
 
 def _splits_table(splits: Mapping[str, ParameterSplit]) -> Source:
     rows = [(*row(names, split.text), split.axis) for names, split in numbered_rows(splits)]
-    return table("SPLITS", ("{", "}"), rows)
+    has_parts = any(", " in split.text for split in splits.values())
+    return table("SPLITS", ("{", "}"), rows, meaning=_WITH_PARTS if has_parts else _SHARDS)
+
+
+_SHARDS = "Split(dim): each tensor rank holds a shard along this dim"
+_WITH_PARTS = "Split(dim, parts); a part is (blocks, elements of a block), and blocks stay whole"
 
 
 def _summed_table(summed: Mapping[str, bool]) -> Source:
     names = (one for one, _ in numbered_rows(summed))
-    meaning = "whole on tensor ranks; train_step adds up their gradients, which are partial sums"
+    meaning = "each tensor rank has all of these; train_step adds up their gradients over the ranks"
     return assigned("REPLICATED", tuple_of(*map(unpacked, names)), meaning)

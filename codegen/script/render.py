@@ -180,9 +180,9 @@ def _strange_names(
 ) -> Iterator[str]:
     """Yield undefined names, and names that start with two underscores."""
     defined = {*_defined(tree), *builtins, *_DUNDERS}
-    settings = {id(one) for call in _readings(tree) for one in ast.walk(call)}
+    allowed = {id(one) for call in _readings(tree) for one in ast.walk(call)}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Name) and node.id not in defined and id(node) not in settings:
+        if isinstance(node, ast.Name) and node.id not in defined and id(node) not in allowed:
             yield f"line {node.lineno}: the name {node.id}"
         if isinstance(node, ast.Attribute) and node.attr.startswith("__") and not _is_super(node):
             yield f"line {node.lineno}: the attribute {node.attr}"

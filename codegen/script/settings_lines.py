@@ -72,7 +72,7 @@ def settings_of(plan: Plan) -> Iterator[ScriptSetting]:
     yield ScriptSetting("DTYPE", literal(precision.torch_name), f"{words}; --dtype")
     if scales_loss(plan):
         yield ScriptSetting(
-            "LOSS_SCALE", literal(2.0**15), "at first; halved when a gradient overflows"
+            "LOSS_SCALE", literal(2.0**15), "the first scale; halved when a gradient overflows"
         )
         yield ScriptSetting(
             "CALM_STEPS", literal(2000), "steps without overflow until LOSS_SCALE doubles"
@@ -88,11 +88,11 @@ def settings_of(plan: Plan) -> Iterator[ScriptSetting]:
     yield ScriptSetting("CHECK_FIRST_STEP", literal(whole_model_fits(plan)), checked)
     yield ScriptSetting("LOG_EVERY", literal(10), "steps; --log-every")
     if plan.model.has_dataset:
-        ahead = "processes of a rank that read ahead: 2 for a GPU, 0 on CPUs; --workers"
+        ahead = "processes per rank that read ahead; auto: 2 for a GPU, 0 on CPUs; --workers"
         yield ScriptSetting("WORKERS", literal("auto"), ahead)
     if synchronises_batch_norms(plan):
         over = "a replica's data ranks" if plan.arrangement.is_local else "all data ranks"
-        meaning = f"over {over}, as on one device; False: each has its own"
+        meaning = f"statistics over {over}, as on one device; False: over each alone"
         yield ScriptSetting("SYNC_BATCH_NORM", literal(True), meaning)
 
 
@@ -106,11 +106,11 @@ def whole_model_fits(plan: Plan) -> bool:
 def evaluating(plan: Plan) -> Iterator[ScriptSetting]:
     """Yield settings of evaluations."""
     every = _in_rounds(1000, plan.arrangement)
-    yield ScriptSetting("EVAL_EVERY", every, "steps to an evaluation; 0: none; --eval-every")
+    yield ScriptSetting("EVAL_EVERY", every, "steps between evaluations; 0: none; --eval-every")
 
 
 def _in_rounds(steps: int, arranged: Arrangement) -> Source:
-    """Return a number of steps, rounded up so that an outer step is the last of them."""
+    """Return a number of steps, rounded up so that an outer step follows the last of them."""
     return literal(steps + -steps % arranged.sync_every)
 
 
@@ -162,7 +162,7 @@ def planned(plan: Plan) -> Iterator[ScriptSetting]:
         yield ScriptSetting("STAGES_PER_RANK", literal(arranged.stages_per_rank), per_rank)
     yield from _units(plan.model, arranged)
     if any(mode.makes_chunks for mode in plan.layer_modes):
-        chunks = "of rows: the logits of one chunk exist at a time"
+        chunks = "chunks of rows; the logits of one chunk exist at a time"
         yield ScriptSetting("LOSS_CHUNKS", literal(LOSS_CHUNKS), chunks)
     yield ScriptSetting("PREDICTED", literal(_predicted(plan)), "device, seconds per step, MFU")
 
@@ -172,7 +172,7 @@ def _degrees(arranged: Arrangement) -> Iterator[ScriptSetting]:
     meanings = {
         "pipeline": "pipeline-parallel ranks: each has some of the layers",
         "data": "data-parallel ranks: each has its own rows of a batch",
-        "tensor": "tensor-parallel ranks: each has a part of what is split",
+        "tensor": "tensor-parallel ranks: each has a shard of the tensors that are split",
     }
     for axis, meaning in meanings.items():
         if (degree := getattr(arranged, axis)) > 1:
@@ -207,7 +207,7 @@ def _data_parallel(arranged: Arrangement) -> Iterator[ScriptSetting]:
     if arranged.is_local:
         of = "data ranks of a replica, which average gradients in every step"
         yield ScriptSetting("SHARD", literal(arranged.shard), of)
-        every = "local steps of a replica, until an outer step averages all replicas"
+        every = "local steps of each replica between outer steps, which average the replicas"
         yield ScriptSetting("SYNC_EVERY", literal(arranged.sync_every), every)
     elif has_copies(arranged):
         shared = "data ranks that share one copy of what ZERO divides"
@@ -344,7 +344,7 @@ def _exposed(term: CommunicationTerm) -> str:
 def _shares(
     parts: Iterable[tuple[str, float]], whole: float, text: Callable[[float], str]
 ) -> Iterator[str]:
-    """Yield the parts of a whole, and the sum of the smallest ones."""
+    """Yield lines with the parts of a whole; the smallest parts are added up to "the rest"."""
     sizes, rest = {}, 0.0
     for name, part in parts:
         if part >= _LEAST_SHARE * whole:

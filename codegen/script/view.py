@@ -215,7 +215,7 @@ def _training(plan: Plan, subject: PlannedSubject, tables: ScriptTables) -> Trai
         scales_loss=scales_loss(plan),
         seeding=seeding(plan),
         kept=_kept(plan),
-        measures=subject.file.metrics is not None,
+        has_metrics=subject.file.metrics is not None,
         units=units_per_step(plan.model),
         unit=unit_word(plan.model),
     )
@@ -305,7 +305,7 @@ def _loss_stage(last: str, loss: Source, *, has_metrics: bool) -> str:
     """The last stage, with the loss."""
 
     def forward(self, *received: Tensor, **batch: Tensor) -> Tensor:
-        """Map what the stage before gives to the loss."""
+        """Compute the loss from the previous stage's output."""
         outputs = super().forward(*received, **batch){shown if has_metrics else ""}
         return {value}'''
 

@@ -215,7 +215,7 @@ def _choice(line: str, indent: int) -> list[str]:
 
 
 def _last_bracket(line: str) -> int | None:
-    """Return the position of the bracket that the last one of a line closes, or None."""
+    """Return where the bracket that ends a line was opened; None if the line ends otherwise."""
     bare = _bare(line).rstrip(":")
     return _opening(bare) if bare and bare[-1] in _CLOSE else None
 

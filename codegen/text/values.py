@@ -132,14 +132,18 @@ def assigned(name: str, value: Bracketed, said: str = "") -> Source:
 
 
 def table(
-    name: str, brackets: tuple[str, str], rows: Sequence[tuple[str, str | Bracketed, str]]
+    name: str,
+    brackets: tuple[str, str],
+    rows: Sequence[tuple[str, str | Bracketed, str]],
+    *,
+    meaning: str = "",
 ) -> Source:
     """Return `name = …` with a row per line: its beginning, its value, a comment or "".
 
-    A comment that does not fit after its row is put above it.
+    A comment that does not fit after its row is put above it. `meaning` is a comment on the table.
     """
     opening, closing = brackets
-    lines = [f"{name} = {opening}"]
+    lines = [f"{name} = {opening}  {remark(meaning)}" if meaning else f"{name} = {opening}"]
     for lead, value, said in rows:
         flat = f"    {lead}{value.flat if isinstance(value, Bracketed) else value},"
         if said and len(flat) + 2 + len(remark(said)) > WIDTH:

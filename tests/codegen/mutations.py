@@ -78,7 +78,7 @@ _IN_PART = """import functools
         layer.forward = functools.partial(
             checkpoint.checkpoint, layer.forward, use_reentrant=False, context_fn=contexts
         )"""
-_SCALED = "scale_loss(loss_of(model, batch), scale)"
+_SCALED = "scale_loss(loss_of(model, batch), weight)"
 
 # What any of these does to a training, verification has to find.
 MUTATIONS: Mapping[str, tuple[Edit, ...]] = MappingProxyType(

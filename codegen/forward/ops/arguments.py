@@ -98,13 +98,13 @@ def _used_along(users: Sequence[Op], split: SplitGraph) -> str:
 
 
 def reason(local: LocalTensor, wanted: LocalTensor, users: Sequence[Op], split: SplitGraph) -> str:
-    """Return why a value is converted, with names of the model's axes."""
+    """Return the comment on a conversion, with names of the model's axes."""
     maker = split.graph.index.made_by.get(local.tensor)
     made_along = split.split_axis_name(maker) if maker is not None else ""
     used_along = _used_along(users, split)
     source, target = split.axis_name(local.layout), split.axis_name(wanted.layout)
     sums = f"partial sums over {made_along}" if made_along else "partial sums"
-    use = f"ranks share the work along {used_along}" if used_along else "every rank uses all of it"
+    use = f"the next ops are split along {used_along}" if used_along else "every rank uses it"
     match local.layout.kind, wanted.layout.kind:
         case LayoutKind.PARTIAL, LayoutKind.SPLIT:
             return f"{sums}, added up into shards of {target}"
@@ -118,15 +118,26 @@ def reason(local: LocalTensor, wanted: LocalTensor, users: Sequence[Op], split: 
         case LayoutKind.SPLIT, LayoutKind.PARTIAL:
             return f"shards of {source} padded with zeros, to be added up later"
         case LayoutKind.SPLIT, _:
-            return f"all of {source} gathered; {use}"
+            return f"gathers all of {source}; {use}"
         case _, LayoutKind.SPLIT:
             return f"each rank takes its shard of {target}"
         case LayoutKind.WHOLE, LayoutKind.REPLICATED:
-            return f"{use}; the backward adds up their gradients"
+            return f"{use}; the backward adds up the ranks' gradients"
         case _, LayoutKind.PARTIAL:
-            return "counted once among the partial sums"
+            return "one rank keeps it, the others take zeros: the sum counts it once"
         case _:
-            return "one rank's gradient is enough: the others have the same"
+            return "one rank passes the gradient on: all ranks have the same"
+
+
+def explained(why: str, printed: SourceForm) -> str:
+    """Return the comment on a line; if the line has an argument `parts`, explain that, too."""
+    names = (part for part in printed.parts if isinstance(part, str))
+    if not any(name.endswith("parts=") for name in names):
+        return why
+    return f"{why}; {_PARTS}" if why else _PARTS
+
+
+_PARTS = "parts: (blocks to share out, elements of a block)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

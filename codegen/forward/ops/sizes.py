@@ -138,7 +138,7 @@ def product(factors: Sequence[Expression]) -> Expression:
 
 @dataclass(frozen=True, slots=True)
 class SizeToPrint:
-    """A size to print: the meaning of the dim, and the axis along which it is local ("": whole).
+    """A size to print: a rank's share of a dim along `axis`, or the whole dim if `axis` is "".
 
     `other` is the whole size in the second trace, whose inputs have other lengths.
     """
@@ -234,7 +234,7 @@ class ReadableSizes:
         return found
 
     def _rank(self, local: LocalTensor, sizes: Sequence[SizeToPrint]) -> tuple[int, bool]:
-        """Return a sort key: values with the most of `sizes` first, of equals those that vary."""
+        """Return a sort key: values with most of `sizes` first; of equals, those that vary."""
         read = self._read(local, sizes)
         return -len(read), all(size.extent.is_constant for size in read)
 
@@ -284,14 +284,14 @@ class ReadableSizes:
         return total
 
     def _readable(self) -> Iterator[tuple[LocalTensor, int, tuple[Extent, Extent]]]:
-        """Yield the whole dims of available values, each with its size and its other size."""
+        """Yield the whole dims of available values, each with its sizes in both traces."""
         for local in (*self.sources, *self.seen):
             for place, size in enumerate(wanted(self.split, local.tensor, local.layout)):
                 if not size.axis:
                     yield local, place, (size.extent, size.other)
 
     def _from_lengths(self, here: int, other: int) -> Expression | None:
-        """Return a number as arithmetic on available lengths, given two values of it."""
+        """Return a number as arithmetic on available lengths, given its values in both traces."""
         lengths = {
             (size.at(0), another.at(0)): Fact(local, f"shape[{place}]")
             for local, place, (size, another) in reversed([*self._readable()])

@@ -148,7 +148,7 @@ class Module:
     reads_sizes: bool = False  # its forward reads sizes of tensors; numbers in it may be such sizes
     # plain functions and autograd Functions available in its file
     functions: tuple[Imported, ...] = ()
-    measuring: frozenset[Imported] = frozenset()  # those that read sizes of tensors
+    size_reading: frozenset[Imported] = frozenset()  # those of them that read sizes of tensors
 
     @property
     def is_torch(self) -> bool:
@@ -166,7 +166,7 @@ def named_functions(modules: Modules) -> frozenset[Imported]:
 
 def size_reading_functions(modules: Modules) -> frozenset[Imported]:
     """Return the functions of modules' files that read sizes of tensors."""
-    return _joined(module.measuring for module in modules.values())
+    return _joined(module.size_reading for module in modules.values())
 
 
 def _joined(groups: Iterable[Iterable[Imported]]) -> frozenset[Imported]:
@@ -228,7 +228,7 @@ def _facts(module: nn.Module, *, others_set: bool) -> Mapping[str, Any]:
         "keeps_state": others_set or any(map(keeps_state, sources)),
         "reads_sizes": any(reads_sizes(one, type(module)) for one in (module.forward, *hooks)),
         "functions": tuple(_functions(module)),
-        "measuring": frozenset(_size_reading(module)),
+        "size_reading": frozenset(_size_reading(module)),
         "unpacks": unpacked(source),
     }
 

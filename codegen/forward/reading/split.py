@@ -212,8 +212,8 @@ def split_of(
 ) -> SplitGraph:
     """Return a plan's graph with the layouts of its ops and tensors, after checking them.
 
-    `other` returns the graph for inputs of other lengths. `parts` are those of the plan's graph, if
-    they are known.
+    `other` returns the graph for inputs of other lengths. `parts` are the axes and layers of the
+    plan's graph, if they are known.
     """
     return split_graph(
         plan.graph,

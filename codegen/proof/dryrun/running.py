@@ -61,11 +61,9 @@ Collectives: TypeAlias = tuple[Mapping[str, Any], ...]  # kind, ranks, bytes, co
 class DryRun:
     """The memory and messages of a script's rank, and the plan's prediction of the memory.
 
-    `host_bytes` are tensors in the host's memory.
-
-    `predicted_bytes` counts tensors, like the peak. `predicted_device_bytes`, shown on the plan's
-    page, includes the allocator's fragments and the device's context. A dry run executes compiled
-    layers op by op (`runs_uncompiled`), so they hold more than predicted.
+    `peak_bytes`, `host_bytes` and `predicted_bytes` count tensors only. `predicted_device_bytes`,
+    shown on the plan's page, also has the allocator's fragments and the device's context. A dry run
+    executes compiled layers op by op (`runs_uncompiled`), so they hold more than predicted.
     """
 
     rank: int
@@ -220,7 +218,7 @@ class RehearsedRank:
 
     @property
     def factor(self) -> float:
-        """How many times as long as predicted the rank computes."""
+        """The measured over the predicted time."""
         return self.seconds / self.predicted_seconds
 
 
@@ -235,7 +233,7 @@ class Rehearsal:
 
 
 def rehearse(plan: Plan, folder: Path, *, pipeline_ranks: Sequence[int], steps: int) -> Rehearsal:
-    """Measure some pipeline ranks, one after another; others get the factor of the nearest one."""
+    """Measure some pipeline ranks, one after another; others get the nearest rank's factor."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     counts = microbatches_run(plan.arrangement)
     with TemporaryDirectory(prefix="autopar-rehearsal-") as name:
@@ -256,7 +254,7 @@ def rehearse(plan: Plan, folder: Path, *, pipeline_ranks: Sequence[int], steps: 
 
 
 def distinct_ranks(plan: StoredPlan) -> list[int]:
-    """Return the pipeline ranks to measure: of ranks with equal predictions, the first."""
+    """Return the pipeline ranks to measure: the first of all ranks with the same prediction."""
     found: dict[tuple[tuple[float, float], ...], int] = {}
     for rank in range(plan.arrangement.pipeline):
         stages = stages_of_rank(plan, rank)

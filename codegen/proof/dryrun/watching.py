@@ -1,9 +1,9 @@
-"""Runs a script as one rank, without computing, and records its ops and messages.
+"""Runs a script as one rank, without computing, and finds its step's peak memory and messages.
 
-Finds the peak memory and the collectives of one rank's training step, without computing. Under
-AUTOPAR_DRYRUN="rank/world" the process group sends nothing and tensors have shapes but no values,
-so one rank's step among thousands takes seconds. `python -m autopar.codegen.proof.dryrun.watching
-SCRIPT` runs a script to the end of its first step, and prints the report of that rank.
+Under AUTOPAR_DRYRUN="rank/world" the process group sends nothing and tensors have shapes but no
+values, so one rank's step among thousands takes seconds. `python -m
+autopar.codegen.proof.dryrun.watching SCRIPT` runs a script to the end of its first step, and prints
+the report of that rank.
 
 Sizes that depend on data get the plan's expected values. AUTOPAR_DRYRUN_PICKED has pairs: the
 number of a mask's entries, and the expected share of true ones. Other masks select everything.
@@ -112,7 +112,7 @@ _SIZED = {
 
 @contextmanager
 def sizes_of_numbers() -> Iterator[None]:
-    """Give the expected sizes to tensors whose sizes depend on data."""
+    """While the code inside runs, give tensors whose sizes depend on data the expected sizes."""
     with patch.dict(fake_impls.op_implementations_dict, _SIZED):
         yield
 

@@ -28,7 +28,7 @@ Why this plan: this plan has simpler layouts than the fastest one, and its step 
 The fastest plan found takes 34.35 ms, and none of the 20 arrangements is faster than that. In this
 plan, compute + optimizer takes 82% of the step.
 """
-# Written by autopar 0.2.0 (checksum f0ee56da176b3cb8, plan e8fbd3a2417e3ec1).
+# Written by autopar 0.2.0 (checksum 2998d2a281b4c14f, plan e8fbd3a2417e3ec1).
 # Once you edit this file, autopar overwrites it only with --force.
 
 import sys
@@ -95,12 +95,12 @@ CHECKPOINT_EVERY = 1000  # steps; --checkpoint-every
 KEEP = 3  # how many of the newest checkpoints stay; --keep
 CHECK_FIRST_STEP = True  # compare the first loss with plain PyTorch's; --check-first-step
 LOG_EVERY = 10  # steps; --log-every
-WORKERS = "auto"  # processes of a rank that read ahead: 2 for a GPU, 0 on CPUs; --workers
+WORKERS = "auto"  # processes per rank that read ahead; auto: 2 for a GPU, 0 on CPUs; --workers
 
 # --------------------------------------------------------------------------------- the plan
 
 DATA = 4  # data-parallel ranks: each has its own rows of a batch
-TENSOR = 2  # tensor-parallel ranks: each has a part of what is split
+TENSOR = 2  # tensor-parallel ranks: each has a shard of the tensors that are split
 MICROBATCH = 16  # rows of a microbatch on each data rank
 MICROBATCHES = 1  # per step; gradients are accumulated over them
 ZERO = 1  # each data rank has a part of the optimizer states
@@ -108,8 +108,8 @@ BUCKET_BYTES = 100 * 2**20  # gradients are sent in buckets of this size, during
 GLOBAL_BATCH = MICROBATCH * MICROBATCHES * DATA  # 64 rows per step
 TOKENS_PER_STEP = GLOBAL_BATCH * 1024  # 1,024 tokens per row
 PREDICTED = ("h100-sxm", 0.03498, 0.2068)  # device, seconds per step, MFU
-MODEL_FILES = ("gpt2.py", "sizes.py", "token_data.py")  # whose code was planned
-MODEL_DIGEST = "5dc09595970e3b31"  # of this code
+MODEL_FILES = ("gpt2.py", "sizes.py", "token_data.py")  # Python files of the model
+MODEL_DIGEST = "5dc09595970e3b31"  # checksum of their code, as planned
 
 # ---------------------------------------------------------- the classes that the plan changes
 
@@ -122,7 +122,7 @@ class TensorParallelSelfAttention(SelfAttention):
     def forward(self, x: Tensor) -> Tensor:
         """Do what SelfAttention does, on this rank's share."""
         local_seq = x.shape[1]
-        x = gather(x, 1, self.tensor)  # all of seq gathered; ranks share the work along heads
+        x = gather(x, 1, self.tensor)  # gathers all of seq; the next ops are split along heads
         batch, seq, _ = x.shape
         q, k, v = self.c_attn(x).chunk(3, dim=-1)
         q = q.view(batch, seq, -1, self.head_dim).transpose(1, 2)
@@ -132,7 +132,7 @@ class TensorParallelSelfAttention(SelfAttention):
             y = F.scaled_dot_product_attention(
                 q, k, v, dropout_p=self.dropout if self.training else 0.0, is_causal=True
             )
-        # from shards of heads to shards of seq
+        # from shards of heads to shards of seq; parts: (blocks to share out, elements of a block)
         y = exchange(y.transpose(1, 2), 2, 1, self.tensor, gather_parts=((12, 1),))
         y = self.c_proj(y.reshape(batch, local_seq, -1))
         with split_randomness(self.tensor):
@@ -152,7 +152,7 @@ class TensorParallelGPT2(GPT2):
         with split_randomness(self.tensor):
             for block in self.h:
                 x = block(x)
-        # all of seq gathered; ranks share the work along vocab
+        # gathers all of seq; the next ops are split along vocab
         x = gather(self.ln_f(x), 1, self.tensor)
         return F.linear(x, take_shard(self.lm_head.weight, 0, self.tensor))
 
@@ -160,6 +160,7 @@ class TensorParallelGPT2(GPT2):
 def split_loss(outputs: Tensor, batch: Mapping[str, Tensor], tensor: Axis) -> Tensor:
     """Return the loss of outputs that are split over the tensor axis."""
     logits = outputs.float().flatten(0, 1)
+    # parts: (blocks to share out, elements of a block)
     return vocab_parallel_cross_entropy(
         logits, batch["labels"].flatten(), tensor, parts=((50257, 1),)
     )
@@ -169,11 +170,11 @@ CLASSES = {
     "h.*.attn": TensorParallelSelfAttention,
     "": TensorParallelGPT2,
 }
-SPLITS = {
+SPLITS = {  # Split(dim, parts); a part is (blocks, elements of a block), and blocks stay whole
     "h.*.attn.c_attn.weight": Split(0, ((12, 64),) * 3),  # heads
     "h.*.attn.c_attn.bias": Split(0, ((12, 64),) * 3),  # heads
 }
-# whole on tensor ranks; train_step adds up their gradients, which are partial sums
+# each tensor rank has all of these; train_step adds up their gradients over the ranks
 REPLICATED = (
     "h.*.ln_1.weight",
     "h.*.ln_1.bias",
@@ -188,7 +189,7 @@ REPLICATED = (
     "ln_f.weight",
     "ln_f.bias",
 )
-COMPILED = expand("h.*", range(12))  # what torch.compile takes
+COMPILED = expand("h.*", range(12))  # each compiled by torch.compile
 
 # -------------------------------------------------------------------------------- the model
 
@@ -217,10 +218,10 @@ def valid_targets(batch: Mapping[str, Tensor]) -> Tensor:
 def train_step(
     model: nn.Module, optimizer: Optimizer, microbatches: Sequence[Weighed], mesh: Mesh, clip: float
 ) -> tuple[Tensor, Tensor]:
-    """Take one step over this rank's microbatches; return its part of the loss, and the norm."""
+    """Take a step over (batch, weight) pairs; return this rank's part of the loss, and the norm."""
     total = torch.zeros((), device=mesh.device, dtype=torch.float64)
-    for batch, scale in microbatches:
-        loss = scale_loss(loss_of(model, batch, mesh.tensor), scale)
+    for batch, weight in microbatches:
+        loss = scale_loss(loss_of(model, batch, mesh.tensor), weight)
         loss.backward()
         total += loss.detach()
     sum_replicated([model], REPLICATED, mesh.tensor)
@@ -237,12 +238,12 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
     """Train; return what this rank holds of the model, and the losses that were logged."""
     options = read_options(argv, globals())
     mesh = start(data=DATA, tensor=TENSOR, timeout=options.timeout)
-    refuse_changes(model_file, MODEL_FILES, MODEL_DIGEST)  # the code above was made from these
+    refuse_changes(model_file, MODEL_FILES, MODEL_DIGEST)  # the classes above contain their code
     model, recipe = build_model(mesh, options.dtype, options.seed)
     dataset = read_dataset(new_dataset, options, mesh)
     # Finds the newest checkpoint, if there is one; restore() below continues from it.
     keeper = Keeper(options, mesh, dataset, rows_per_step=GLOBAL_BATCH, model=MODEL_DIGEST)
-    options.steps = keeper.steps  # --steps, or what --epochs comes to
+    options.steps = keeper.steps  # --steps, or as many as --epochs takes
     # The loss is a mean over valid targets, so a microbatch is weighted by how many it has.
     data = read_batches(
         new_batch,

@@ -30,7 +30,7 @@ Why this plan: this plan has simpler layouts than the fastest one, and its step 
 The fastest plan found takes 1.009 s, and none of the 4 arrangements is faster than that. In this
 plan, compute + optimizer takes 70% of the step.
 """
-# Written by autopar 0.2.0 (checksum 7b93be5a25a8cca6, plan f8d30fe937cf67d0).
+# Written by autopar 0.2.0 (checksum e2e79f56a6e0b6b5, plan f8d30fe937cf67d0).
 # Once you edit this file, autopar overwrites it only with --force.
 
 import sys
@@ -115,13 +115,13 @@ CHECKPOINT_EVERY = 1000  # steps; --checkpoint-every
 KEEP = 3  # how many of the newest checkpoints stay; --keep
 CHECK_FIRST_STEP = True  # compare the first loss with plain PyTorch's; --check-first-step
 LOG_EVERY = 10  # steps; --log-every
-WORKERS = "auto"  # processes of a rank that read ahead: 2 for a GPU, 0 on CPUs; --workers
+WORKERS = "auto"  # processes per rank that read ahead; auto: 2 for a GPU, 0 on CPUs; --workers
 
 # --------------------------------------------------------------------------------- the plan
 
 PIPELINE = 4  # pipeline-parallel ranks: each has some of the layers
 DATA = 2  # data-parallel ranks: each has its own rows of a batch
-TENSOR = 2  # tensor-parallel ranks: each has a part of what is split
+TENSOR = 2  # tensor-parallel ranks: each has a shard of the tensors that are split
 MICROBATCH = 1  # rows of a microbatch on each data rank
 MICROBATCHES = 16  # per step; gradients are accumulated over them
 ZERO = 3  # each data rank has a part of the parameters, gradients and optimizer states
@@ -130,8 +130,8 @@ STAGES_PER_RANK = 1  # stages on each rank; the layers of a stage are consecutiv
 GLOBAL_BATCH = MICROBATCH * MICROBATCHES * DATA  # 32 rows per step
 TOKENS_PER_STEP = GLOBAL_BATCH * 8192  # 8,192 tokens per row
 PREDICTED = ("h100-sxm", 1.017, 0.3991)  # device, seconds per step, MFU
-MODEL_FILES = ("llama.py", "sizes.py", "token_data.py")  # whose code was planned
-MODEL_DIGEST = "20c2535ae7ba3105"  # of this code
+MODEL_FILES = ("llama.py", "sizes.py", "token_data.py")  # Python files of the model
+MODEL_DIGEST = "20c2535ae7ba3105"  # checksum of their code, as planned
 
 # ---------------------------------------------------------- the classes that the plan changes
 
@@ -143,11 +143,11 @@ class TensorParallelBlock(Block):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Do what Block does, on this rank's share."""
-        # all of seq gathered; ranks share the work along kv_heads
+        # gathers all of seq; the next ops are split along kv_heads
         y = self.self_attn(gather(self.input_layernorm(x), 1, self.tensor), cos, sin)
         # partial sums over kv_heads, added up into shards of seq
         x = x + scatter_sum(y, 1, self.tensor)
-        # all of seq gathered; ranks share the work along ffn
+        # gathers all of seq; the next ops are split along ffn
         y = self.mlp(gather(self.post_attention_layernorm(x), 1, self.tensor))
         # partial sums over ffn, added up into shards of seq
         return x + scatter_sum(y, 1, self.tensor)
@@ -172,7 +172,7 @@ class FirstStage(Llama):
     tensor: Axis
 
     def forward(self, *, input_ids: Tensor, **_: Tensor) -> Tensor:
-        """Map the batch to what the next stage takes."""
+        """Compute the next stage's input from the batch."""
         x = self.embed_tokens(input_ids)
         cos, sin = rotary_table(input_ids.shape[1], self.head_dim, self.rope_theta, like=x)
         x = take_shard(x, 1, self.tensor)  # each rank takes its shard of seq
@@ -188,7 +188,7 @@ class MiddleStage(Llama):
     end: int
 
     def forward(self, x: Tensor, *, input_ids: Tensor, **_: Tensor) -> Tensor:
-        """Map what the stage before gives to what the next stage takes."""
+        """Compute the next stage's input from the previous stage's output."""
         cos, sin = rotary_table(input_ids.shape[1], self.head_dim, self.rope_theta, like=x)
         for block in self.layers[self.first : self.end]:
             x = block(x, cos, sin)
@@ -201,16 +201,16 @@ class LastStage(Llama):
     tensor: Axis
 
     def forward(self, x: Tensor, *, input_ids: Tensor, labels: Tensor) -> Tensor:
-        """Map what the stage before gives to the loss."""
+        """Compute the loss from the previous stage's output."""
         cos, sin = rotary_table(input_ids.shape[1], self.head_dim, self.rope_theta, like=x)
         x = self.layers[11](x, cos, sin)
-        # all of seq gathered; ranks share the work along vocab
+        # gathers all of seq; the next ops are split along vocab
         logits = self.lm_head(gather(self.norm(x), 1, self.tensor)).flatten(0, 1)
         return vocab_parallel_cross_entropy(logits, labels.flatten(), self.tensor)
 
 
 def crossing(batch: Mapping[str, Tensor]) -> tuple[Crossing, ...]:
-    """Describe what a stage sends to the next one for a microbatch."""
+    """Return the shapes that a stage sends for a microbatch, and how tensor ranks split them."""
     return (Crossing((ROWS, batch["input_ids"].shape[1], 4096), Split(1)),)
 
 
@@ -218,7 +218,7 @@ CLASSES = {
     "layers.*": TensorParallelBlock,
     "layers.*.self_attn": TensorParallelAttention,
 }
-SPLITS = {
+SPLITS = {  # Split(dim): each tensor rank holds a shard along this dim
     "layers.*.self_attn.q_proj.weight": Split(0),  # kv_heads
     "layers.*.self_attn.k_proj.weight": Split(0),  # kv_heads
     "layers.*.self_attn.v_proj.weight": Split(0),  # kv_heads
@@ -228,14 +228,14 @@ SPLITS = {
     "layers.*.mlp.down_proj.weight": Split(1),  # ffn
     "lm_head.weight": Split(0),  # vocab
 }
-# whole on tensor ranks; train_step adds up their gradients, which are partial sums
+# each tensor rank has all of these; train_step adds up their gradients over the ranks
 REPLICATED = (
     "layers.*.input_layernorm.weight",
     "layers.*.post_attention_layernorm.weight",
     "norm.weight",
 )
-LAYERS = ("embed_tokens", *expand("layers.*", range(12)), "norm", "lm_head")
-COMPILED = (*expand("layers.*", range(12)), "lm_head")  # what torch.compile takes
+LAYERS = ("embed_tokens", *expand("layers.*", range(12)), "norm", "lm_head")  # gathered one by one
+COMPILED = (*expand("layers.*", range(12)), "lm_head")  # each compiled by torch.compile
 STAGES = (
     StagePart(FirstStage, ("embed_tokens", *expand("layers.*", range(3))), crossing),
     StagePart(
@@ -277,8 +277,8 @@ def valid_targets(batch: Mapping[str, Tensor]) -> Tensor:
 def train_step(
     model: Pipeline, optimizer: Optimizer, microbatches: Sequence[Weighed], mesh: Mesh, clip: float
 ) -> tuple[Tensor, Tensor]:
-    """Take one step over this rank's microbatches; return its part of the loss, and the norm."""
-    loss = model.step(*zip(*microbatches, strict=True))  # step(batches, scales)
+    """Take a step over (batch, weight) pairs; return this rank's part of the loss, and the norm."""
+    loss = model.step(*zip(*microbatches, strict=True))  # batches, weights
     sum_replicated(model.parts, REPLICATED, mesh.tensor)
     norm = clip_by_global_norm(model.parts, clip, mesh, split=SPLITS)
     optimizer.step()
@@ -293,12 +293,12 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
     """Train; return what this rank holds of the model, and the losses that were logged."""
     options = read_options(argv, globals())
     mesh = start(pipeline=PIPELINE, data=DATA, tensor=TENSOR, timeout=options.timeout)
-    refuse_changes(model_file, MODEL_FILES, MODEL_DIGEST)  # the code above was made from these
+    refuse_changes(model_file, MODEL_FILES, MODEL_DIGEST)  # the classes above contain their code
     model, recipe = build_model(mesh, options.dtype, options.seed)
     dataset = read_dataset(new_dataset, options, mesh)
     # Finds the newest checkpoint, if there is one; restore() below continues from it.
     keeper = Keeper(options, mesh, dataset, rows_per_step=GLOBAL_BATCH, model=MODEL_DIGEST)
-    options.steps = keeper.steps  # --steps, or what --epochs comes to
+    options.steps = keeper.steps  # --steps, or as many as --epochs takes
     # The loss is a mean over valid targets, so a microbatch is weighted by how many it has.
     data = read_batches(
         new_batch,

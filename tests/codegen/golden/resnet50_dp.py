@@ -25,7 +25,7 @@ Memory of the fullest device: 5.299 GiB of 68.8 GiB (8%)
 Why this plan: none of the 12 arrangements is faster; compute + optimizer takes 78% of the step.
 The next best, dp 8, no sharding, takes 15.86 ms (+1.7%): +410.6 us optimizer.
 """
-# Written by autopar 0.2.0 (checksum f9c5a5d04f7eab8e, plan b43f8c61f73ef1a3).
+# Written by autopar 0.2.0 (checksum ac4b14b0e67cdeea, plan b43f8c61f73ef1a3).
 # Once you edit this file, autopar overwrites it only with --force.
 
 import sys
@@ -82,8 +82,8 @@ CHECKPOINT_EVERY = 1000  # steps; --checkpoint-every
 KEEP = 3  # how many of the newest checkpoints stay; --keep
 CHECK_FIRST_STEP = True  # compare the first loss with plain PyTorch's; --check-first-step
 LOG_EVERY = 10  # steps; --log-every
-WORKERS = "auto"  # processes of a rank that read ahead: 2 for a GPU, 0 on CPUs; --workers
-SYNC_BATCH_NORM = True  # over all data ranks, as on one device; False: each has its own
+WORKERS = "auto"  # processes per rank that read ahead; auto: 2 for a GPU, 0 on CPUs; --workers
+SYNC_BATCH_NORM = True  # statistics over all data ranks, as on one device; False: over each alone
 
 # --------------------------------------------------------------------------------- the plan
 
@@ -94,10 +94,10 @@ ZERO = 1  # each data rank has a part of the optimizer states
 GLOBAL_BATCH = MICROBATCH * MICROBATCHES * DATA  # 512 rows per step
 PREDICTED = ("h100-sxm", 0.01559, 0.1009)  # device, seconds per step, MFU
 IMAGES = ("images",)  # inputs in channels_last order, in which a GPU convolves them
-MODEL_FILES = ("image_data.py", "resnet.py", "sizes.py")  # whose code was planned
-MODEL_DIGEST = "28733290967f22f2"  # of this code
+MODEL_FILES = ("image_data.py", "resnet.py", "sizes.py")  # Python files of the model
+MODEL_DIGEST = "28733290967f22f2"  # checksum of their code, as planned
 
-COMPILED = ("stem.1", *expand("blocks.*", range(16)), "fc")  # what torch.compile takes
+COMPILED = ("stem.1", *expand("blocks.*", range(16)), "fc")  # each compiled by torch.compile
 
 # -------------------------------------------------------------------------------- the model
 
@@ -124,10 +124,10 @@ def valid_targets(batch: Mapping[str, Tensor]) -> Tensor:
 def train_step(
     model: nn.Module, optimizer: Optimizer, microbatches: Sequence[Weighed], mesh: Mesh, clip: float
 ) -> tuple[Tensor, Tensor]:
-    """Take one step over this rank's microbatches; return its part of the loss, and the norm."""
+    """Take a step over (batch, weight) pairs; return this rank's part of the loss, and the norm."""
     total = torch.zeros((), device=mesh.device, dtype=torch.float64)
-    for batch, scale in microbatches:
-        loss = scale_loss(loss_of(model, batch), scale)
+    for batch, weight in microbatches:
+        loss = scale_loss(loss_of(model, batch), weight)
         loss.backward()
         total += loss.detach()
     norm = clip_by_global_norm([model], clip, mesh)
@@ -148,7 +148,7 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
     dataset = read_dataset(new_dataset, options, mesh)
     # Finds the newest checkpoint, if there is one; restore() below continues from it.
     keeper = Keeper(options, mesh, dataset, rows_per_step=GLOBAL_BATCH, model=MODEL_DIGEST)
-    options.steps = keeper.steps  # --steps, or what --epochs comes to
+    options.steps = keeper.steps  # --steps, or as many as --epochs takes
     # The loss is a mean over valid targets, so a microbatch is weighted by how many it has.
     data = read_batches(
         new_batch,

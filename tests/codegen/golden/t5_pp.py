@@ -25,7 +25,7 @@ Memory of the fullest device: 11 GiB of 68.8 GiB (16%)
 
 Why this plan: none of the 20 arrangements is faster; compute + optimizer takes 76% of the step.
 """
-# Written by autopar 0.2.0 (checksum faf40aa93f5b82aa, plan 4cecdd5d0b274774).
+# Written by autopar 0.2.0 (checksum 8c5bf5824df5884c, plan 4cecdd5d0b274774).
 # Once you edit this file, autopar overwrites it only with --force.
 
 import sys
@@ -87,7 +87,7 @@ CHECKPOINT_EVERY = 1000  # steps; --checkpoint-every
 KEEP = 3  # how many of the newest checkpoints stay; --keep
 CHECK_FIRST_STEP = True  # compare the first loss with plain PyTorch's; --check-first-step
 LOG_EVERY = 10  # steps; --log-every
-WORKERS = "auto"  # processes of a rank that read ahead: 2 for a GPU, 0 on CPUs; --workers
+WORKERS = "auto"  # processes per rank that read ahead; auto: 2 for a GPU, 0 on CPUs; --workers
 
 # --------------------------------------------------------------------------------- the plan
 
@@ -99,8 +99,8 @@ STAGES_PER_RANK = 1  # stages on each rank; the layers of a stage are consecutiv
 GLOBAL_BATCH = MICROBATCH * MICROBATCHES  # 32 rows per step
 TOKENS_PER_STEP = GLOBAL_BATCH * 512  # 512 tokens per row
 PREDICTED = ("h100-sxm", 0.04292, 0.1629)  # device, seconds per step, MFU
-MODEL_FILES = ("sizes.py", "span_data.py", "t5.py", "token_data.py")  # whose code was planned
-MODEL_DIGEST = "fac5c0a56db00bce"  # of this code
+MODEL_FILES = ("sizes.py", "span_data.py", "t5.py", "token_data.py")  # Python files of the model
+MODEL_DIGEST = "fac5c0a56db00bce"  # checksum of their code, as planned
 
 # ---------------------------------------------------------- the classes that the plan changes
 
@@ -109,7 +109,7 @@ class FirstStage(T5):
     """Stage 1 of 2 of T5: shared, encoder 0 to 11, encoder_norm."""
 
     def forward(self, *, input_ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Map the batch to what the next stage takes."""
+        """Compute the next stage's input from the batch."""
         x, bias = self.encoder[0](self.dropout(self.shared(input_ids)), None)
         for block in self.encoder[1:]:
             x, _ = block(x, bias)
@@ -121,7 +121,7 @@ class LastStage(T5):
     """Stage 2 of 2 of T5: decoder 0 to 11, decoder_norm."""
 
     def forward(self, x: Tensor, y: Tensor, *, labels: Tensor, **_: Tensor) -> Tensor:
-        """Map what the stage before gives to the loss."""
+        """Compute the loss from the previous stage's output."""
         y, bias = self.decoder[0](y, None, x)
         for block in self.decoder[1:]:
             y, _ = block(y, bias, x)
@@ -130,19 +130,19 @@ class LastStage(T5):
 
 
 def crossing(batch: Mapping[str, Tensor]) -> tuple[Crossing, ...]:
-    """Describe what a stage sends to the next one for a microbatch."""
+    """Return the shapes that a stage sends for a microbatch, and how tensor ranks split them."""
     return Crossing((ROWS, batch["input_ids"].shape[1], 768)), Crossing(
         (ROWS, batch["labels"].shape[1], 768)
     )
 
 
-# what torch.compile takes
+# each compiled by torch.compile
 COMPILED = (*expand("encoder.*", range(12)), *expand("decoder.*", range(12)))
 STAGES = (
     StagePart(FirstStage, ("shared", "encoder", "encoder_norm"), crossing),
     StagePart(LastStage, ("shared", "decoder", "decoder_norm")),
 )
-TIES = (Tie(("shared.weight",), (0, 1)),)
+TIES = (Tie(("shared.weight",), (0, 1)),)  # shared weights, and their pipeline ranks
 
 # -------------------------------------------------------------------------------- the model
 
@@ -172,8 +172,8 @@ def valid_targets(batch: Mapping[str, Tensor]) -> Tensor:
 def train_step(
     model: Pipeline, optimizer: Optimizer, microbatches: Sequence[Weighed], mesh: Mesh, clip: float
 ) -> tuple[Tensor, Tensor]:
-    """Take one step over this rank's microbatches; return its part of the loss, and the norm."""
-    loss = model.step(*zip(*microbatches, strict=True))  # step(batches, scales)
+    """Take a step over (batch, weight) pairs; return this rank's part of the loss, and the norm."""
+    loss = model.step(*zip(*microbatches, strict=True))  # batches, weights
     model.tied.sum_gradients()
     norm = clip_by_global_norm(model.parts, clip, mesh, tied=model.tied.not_owned)
     optimizer.step()
@@ -188,12 +188,12 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
     """Train; return what this rank holds of the model, and the losses that were logged."""
     options = read_options(argv, globals())
     mesh = start(pipeline=PIPELINE, timeout=options.timeout)
-    refuse_changes(model_file, MODEL_FILES, MODEL_DIGEST)  # the code above was made from these
+    refuse_changes(model_file, MODEL_FILES, MODEL_DIGEST)  # the classes above contain their code
     model, recipe = build_model(mesh, options.dtype, options.seed)
     dataset = read_dataset(new_dataset, options, mesh)
     # Finds the newest checkpoint, if there is one; restore() below continues from it.
     keeper = Keeper(options, mesh, dataset, rows_per_step=GLOBAL_BATCH, model=MODEL_DIGEST)
-    options.steps = keeper.steps  # --steps, or what --epochs comes to
+    options.steps = keeper.steps  # --steps, or as many as --epochs takes
     # The loss is a mean over valid targets, so a microbatch is weighted by how many it has.
     data = read_batches(
         new_batch,

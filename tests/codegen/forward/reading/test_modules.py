@@ -85,8 +85,8 @@ def test_the_functions_of_a_forwards_file_are_known_and_which_of_them_read_sizes
     names = {one.name for one in found["0"].functions}
     assert {"Doubled", "halved", "counted"} <= names
     assert "modules_of" in names  # wherever it is defined
-    assert "counted" in {one.name for one in found["0"].measuring}
-    assert "halved" not in {one.name for one in found["0"].measuring}
+    assert "counted" in {one.name for one in found["0"].size_reading}
+    assert "halved" not in {one.name for one in found["0"].size_reading}
     assert found["1"].functions == ()
 
 
