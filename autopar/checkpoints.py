@@ -175,7 +175,7 @@ _FIX = "name another place with -o"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportedWeights:
-    """A message with the place of exported weights, and the names of rounded tensors."""
+    """Where weights were exported, in words, and which tensors were rounded."""
 
     place: str
     rounded: tuple[str, ...]  # buffers that a training in 16 bits has rounded

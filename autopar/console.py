@@ -49,13 +49,6 @@ def print_json(data: object, *, indent: int | None = 2) -> None:
     print(masked(json.dumps(data, indent=indent)))
 
 
-@contextmanager
-def progress(doing: str) -> Iterator[None]:
-    """Show `doing` on a terminal while the code inside runs; print nothing elsewhere."""
-    with status_line(doing):
-        yield
-
-
 def print_note(text: str, *, on: TextIO | None = None) -> None:
     """Print a note on stderr, or on the given stream."""
     console = PlainConsole(stderr=True, file=on, soft_wrap=True)
@@ -82,9 +75,9 @@ _MOST_CHARACTERS = 4_000
 
 @contextmanager
 def status_line(doing: str, *, after_seconds: float = 2.0) -> Iterator[Callable[[str], None]]:
-    """Show `doing` in a line on a terminal; the yielded function replaces the line's text.
+    """Show `doing` on a terminal while the code inside runs; print nothing elsewhere.
 
-    The line appears after `after_seconds`.
+    The line appears after `after_seconds`. The yielded function replaces its text.
     """
     console = PlainConsole(stderr=True)
     if not console.is_terminal:

@@ -161,9 +161,8 @@ def note_plan(plan: Plan) -> None:
     if used > usual and not Backend(plan.machines.backend).is_on_cpu:
         print_note(
             f"the fullest device holds {bytes_text(used)} of its {bytes_text(whole)} by "
-            f"prediction. Of the runs that were measured, 95% would fit if {bytes_text(usual)} or "
-            "less was predicted for them (docs/accuracy.md). If this plan does not fit, leave "
-            "--memory out."
+            f"prediction. Of measured runs, 95% fit if {bytes_text(usual)} or less is predicted "
+            "(docs/accuracy.md). If this plan does not fit, leave --memory out."
         )
 
 
@@ -171,10 +170,10 @@ def note_unpriced(graph: Graph, axes: GraphAxes) -> None:
     """Print a note on each significant op without a formula, whose FLOPs no figure includes."""
     for one in unpriced(graph, axes):
         print_note(
-            f"what {one.target} computes ({one.count} ×, {one.location}) is not known, so its "
-            "FLOPs are not counted: it is priced by the bytes that it moves, "
-            f"{one.share:.1%} of all that a step moves. If it multiplies matrices, the step takes "
-            "longer than predicted; autopar profile measures it."
+            f"the FLOPs of {one.target} ({one.count} ×, {one.location}) are not known and not "
+            f"counted: it is priced by the bytes that it moves, {one.share:.1%} of all bytes of a "
+            "step. If it multiplies matrices, the step takes longer than predicted; autopar "
+            "profile measures it."
         )
 
 
@@ -211,7 +210,7 @@ def note_compiling(plan: Plan, axes: GraphAxes, layers: Layers) -> None:
         print_note(
             f"linear layers multiply in float8: a step takes {seconds_text(step)} instead of about "
             f"{seconds_text(step + saved)} in {chosen.precision}."
-            + ("" if saved > 0 else " To cast what they multiply takes longer than that saves.")
+            + ("" if saved > 0 else " Casting their operands takes longer than that saves.")
         )
     is_asked = any(one.place in ("compile", "float8") for one in plan.constraints)
     if is_asked or chosen.compile is Compile.NONE:
@@ -237,8 +236,8 @@ def note_breaks(plan: Plan) -> None:
         code = linecache.getline(file, int(number or 0)).strip()
         place = f" ({Path(file).name}, line {number}: {code})" if code else ""
         print_note(
-            f"torch.compile cannot take {layers} whole{place}: {why.rstrip('.')}. So the script "
-            "leaves them as they are, and they are priced so."
+            f"torch.compile cannot compile {layers} as a whole{place}: {why.rstrip('.')}. So the "
+            "script leaves them uncompiled, and they are priced so."
         )
 
 
@@ -249,7 +248,7 @@ def note_offload(plan: Plan) -> None:
     if saving and not any(rule.mode.is_on_host for rule in rules):
         print_note(
             f"{saving} of {len(plan.layer_modes)} layers keep what their backwards need in the "
-            "host's memory, because that is faster than to compute it again, or because nothing "
+            "host's memory, because that is faster than computing it again, or because nothing "
             f"else fits; {''.join(host_words(plan))}. A rule in a constraints file chooses other "
             "modes for them."
         )
@@ -260,9 +259,9 @@ def note_offload(plan: Plan) -> None:
     seconds = next(one.seconds for one in plan.prediction.terms if one.name == name)
     (held,) = host_words(plan)
     print_note(
-        f"no faster plan without it fits: the {name} runs in the host's memory, which takes "
-        f"{seconds_text(seconds)} of a step; {held}. The cluster file says how much memory a "
-        "device has there, and how fast that is. --offload none leaves it on the device."
+        f"the {name} runs in the host's memory, because no faster plan without that fits. It takes "
+        f"{seconds_text(seconds)} of a step; {held}. The cluster file says how much memory of the "
+        "host a device has, and how fast that is. --offload none leaves it on the device."
     )
 
 

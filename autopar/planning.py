@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import TypeAdapter
 
-from autopar.console import print_note, progress, status_line
+from autopar.console import print_note, status_line
 from autopar.notes import note_found, note_traced
 from autopar.planner.axes.infer import infer_axes
 from autopar.planner.cluster.cluster import Cluster
@@ -75,7 +75,7 @@ def traced_plan(plan: StoredPlan, folder: Path, *, uses_cache: bool = True) -> P
         return known
     path = model_path(model_spec(plan, folder))
     check_unchanged(plan, path)
-    with progress("tracing the model"):
+    with status_line("tracing the model"):
         return with_planned_graph(plan, trace_planned(plan, folder), path)
 
 
@@ -304,8 +304,9 @@ class _ScriptProcess:
     """A process that prepares the script while this process searches for a plan.
 
     If this process has no torch, the other one imports torch and builds the model, and writes the
-    script into the cache when it gets the plan. If it fails, nothing is in the cache; the script is
-    written by this process, which raises the error.
+    script into the cache when it gets the plan. If that fails, nothing is in the cache; the script
+    is written by this process, which raises the error. If this process has torch, the other one
+    traces the model on rows of other lengths (see `lengths_process`).
     """
 
     def __init__(self, request: Request, destination: Path) -> None:
@@ -341,7 +342,7 @@ class _ScriptProcess:
     def wait(self) -> None:
         """Wait until the process has written the script, if it got a plan."""
         if self._writing is not None:
-            with progress("writing the script"):
+            with status_line("writing the script"):
                 self._writing.wait()
 
     def close(self) -> None:

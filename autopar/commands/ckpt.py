@@ -21,7 +21,7 @@ from autopar.checkpoints import (
     whole_checkpoint,
 )
 from autopar.commands import Command, CommandGroup
-from autopar.console import print_json, print_note, progress, results
+from autopar.console import print_json, print_note, results, status_line
 from autopar.pages.other_pages import difference_page, list_page, verified_page
 from autopar.planner.errors import ExitCode, InputError
 from autopar.runtime.ranks.locations import Location, location
@@ -79,7 +79,7 @@ def verify_checkpoints(folder: FOLDER, as_json: JSON = False) -> None:
 
     Example: autopar ckpt verify checkpoints/step-1000
     """
-    with progress("reading checkpoints"):
+    with status_line("reading checkpoints"):
         kept = verified_in(location(folder))
     if as_json:
         print_json({"checkpoints": [_as_data(one) for one in kept]})
@@ -106,7 +106,7 @@ def export_checkpoint(
     Example: autopar ckpt export checkpoints/step-1000 -o out/model.safetensors
     """
     to = _place(output)
-    with progress("reading the checkpoint"):
+    with status_line("reading the checkpoint"):
         checkpoint = whole_checkpoint(location(folder))
         weights = export_weights(checkpoint, to)
     if weights.rounded:
@@ -131,7 +131,7 @@ def diff_checkpoints(
 
     Example: autopar ckpt diff checkpoints/step-500 checkpoints/step-1000
     """
-    with progress("comparing"):
+    with status_line("comparing"):
         one, other = whole_checkpoint(location(before)), whole_checkpoint(location(after))
         found = difference(one, other)
     if as_json:

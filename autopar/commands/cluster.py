@@ -81,14 +81,14 @@ def detect(
         ),
     ] = None,
     partition: Annotated[
-        str | None, typer.Option("--partition", metavar="NAME", help="Only Slurm's nodes in this.")
+        str | None, typer.Option("--partition", metavar="NAME", help="Only this Slurm partition.")
     ] = None,
     device: Annotated[
         list[str] | None,
         typer.Option(
             "--device",
             metavar="[KIND=]NAME",
-            help="The device that a word of the scheduler means; may be repeated.",
+            help="The device that the scheduler calls KIND; may be repeated.",
         ),
     ] = None,
     output: Annotated[

@@ -21,7 +21,7 @@ from autopar.codegen.proof.dryrun.running import (
 )
 from autopar.commands.emit import MODEL as MOVED_MODEL
 from autopar.commands.emit import PLAN
-from autopar.console import print_json, print_note, progress, results, status_line
+from autopar.console import print_json, print_note, results, status_line
 from autopar.options import ARG, CACHE, DEVICE, MODEL, seconds, whole
 from autopar.pages.other_pages import ops_table, page, profile_page, profile_summary
 from autopar.pages.plan_page import plain_table
@@ -120,7 +120,7 @@ def inspect(
     if graph_file is not None:
         check_destination(graph_file)
     model_file = load_model_file(model, arg or ())
-    with progress("tracing the model"):
+    with status_line("tracing the model"):
         graph = trace(model_file)
     if ops or graph_file is not None:
         rows, on = graph.fixed_batch or batch, device_for(device)[0]
@@ -134,7 +134,7 @@ def inspect(
         else:
             results().print(ops_table(annotated, on, precision, batch=rows))
         return
-    with progress("inspecting the model"):
+    with status_line("inspecting the model"):
         optimizer = optimizer_traits(model_file, graph)
         inspection = inspect_graph(
             with_moments(graph, optimizer),
@@ -165,7 +165,7 @@ def dryrun(
     """
     folder = plan if plan.is_dir() else plan.parent
     found = traced_plan(with_model(read_plan(plan), folder, model), folder, uses_cache=cache)
-    with progress(f"running rank {rank} of {found.arrangement.ranks} without computing"):
+    with status_line(f"running rank {rank} of {found.arrangement.ranks} without computing"):
         report = dry_run(found, folder, rank=rank)
     if as_json:
         print_json({**asdict(report), "error": report.error})
@@ -214,7 +214,7 @@ def rehearse_plan(
             "--rank",
             least=0,
             metavar="R",
-            text="A pipeline rank. Default: of ranks with equal predictions, the first.",
+            text="Only this pipeline rank. Default: one of all ranks with the same prediction.",
         ),
     ] = None,
     steps: Annotated[int, whole("--steps", least=1, metavar="N", text="Steps to measure.")] = 5,
@@ -234,7 +234,7 @@ def rehearse_plan(
     if rank is not None and rank >= pipeline:
         raise InputError(f"there is no pipeline rank {rank}", expected=f"0 to {pipeline - 1}")
     chosen = distinct_ranks(found) if rank is None else [rank]
-    with progress(f"measuring {len(chosen)} of {pipeline} pipeline ranks, one after the other"):
+    with status_line(f"measuring {len(chosen)} of {pipeline} pipeline ranks, one after the other"):
         rehearsal = rehearse(found, folder, pipeline_ranks=chosen, steps=steps)
     if as_json:
         print_json(asdict(rehearsal))

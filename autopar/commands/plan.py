@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autopar import options as options
-from autopar.console import print_json, print_note, progress, results
+from autopar.console import print_json, print_note, results, status_line
 from autopar.options import CACHE, MANY_FLOPS, TOLERANCE, MachineOptions
 from autopar.planner.errors import AutoparError, ExitCode
 from autopar.planner.files import PLAN_FOLDER, refuse_named_as_file, refuse_replacing
@@ -172,7 +172,7 @@ def verified(plan: Plan, folder: Path, script: Path) -> TrainingComparison | Non
     try:
         check_fits(plan, machine_bytes())
         ranks = plan.arrangement.ranks
-        with progress(f"training {STEPS} steps on {ranks} processes and on one"):
+        with status_line(f"training {STEPS} steps on {ranks} processes and on one"):
             given = read_script_of(plan, script, folder)
             return verify(plan, folder, given, steps=STEPS, compiles=False)
     except AutoparError as error:

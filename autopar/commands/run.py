@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -51,7 +51,6 @@ from autopar.runs.run_record import (
     PlanToTrain,
     RunRecord,
     RunState,
-    as_data,
     awaited,
     left_in,
     own_process,
@@ -121,7 +120,7 @@ def _loss_text(loss: object) -> str:
 
 
 def _as_data(path: Path, record: RunRecord, step: dict[str, Any]) -> dict[str, Any]:
-    return {"folder": str(path), **as_data(record), "last_step": step}
+    return {"folder": str(path), **asdict(record), "last_step": step}
 
 
 class DevicesError(AutoparError):
@@ -162,8 +161,8 @@ def run(
             "--gpus",
             least=1,
             most=MOST_DEVICES,
-            text="Devices to train on. If PLAN has another number, the plan in PLAN-N beside it is "
-            "taken, or a new one made.",
+            text="Devices to train on. If PLAN is for another number, the plan in folder PLAN-N "
+            "beside it is used, or a new one is made.",
         ),
     ] = None,
     max_restarts: Annotated[

@@ -35,15 +35,18 @@ def status(
     slurm: Annotated[
         str | None,
         typer.Option(
-            "--slurm", metavar="JOB", help="Ask Slurm, too; RUN's default: the job's folder."
+            "--slurm",
+            metavar="JOB",
+            help="Also ask Slurm about this job; RUN is then its folder by default.",
         ),
     ] = None,
     kubernetes: Annotated[
         str | None,
-        typer.Option("--kubernetes", metavar="NAME", help="Ask Kubernetes, too, by kubectl."),
+        typer.Option("--kubernetes", metavar="NAME", help="Also ask kubectl about this job."),
     ] = None,
     namespace: Annotated[
-        str | None, typer.Option("--namespace", metavar="NAME", help="Of --kubernetes.")
+        str | None,
+        typer.Option("--namespace", metavar="NAME", help="The namespace of --kubernetes."),
     ] = None,
     watch: Annotated[
         bool, typer.Option("--watch", help="Print it again every 5 s, until the training is over.")

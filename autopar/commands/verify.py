@@ -24,7 +24,7 @@ from autopar.codegen.proof.verification import (
 from autopar.codegen.script.render import FILE_NAME, refuse_overwriting
 from autopar.codegen.subject import subject_of
 from autopar.commands.emit import MODEL, PLAN
-from autopar.console import print_json, print_note, progress, results
+from autopar.console import print_json, print_note, results, status_line
 from autopar.notes import note_parts_apart
 from autopar.options import ARG, CACHE, MANY_FLOPS, TOLERANCE, difference, whole
 from autopar.pages.plan_page import plain_table
@@ -93,7 +93,7 @@ def verify_plan(
         return
     with TemporaryDirectory(prefix="autopar-smaller-") as name:
         if arg:
-            large, found = found, _smaller_plan(found, folder, arg)
+            large, found = found, _noted_smaller_plan(found, folder, arg)
             given = _carried_over(given, large, found, folder, Path(name))
         check_fits(found, machine_bytes())
         if found.step_flops > MANY_FLOPS:
@@ -102,7 +102,7 @@ def verify_plan(
                 "float64: verify a smaller model instead (--arg; see build_model in the model file)"
             )
         ranks = found.arrangement.ranks
-        with progress(f"training {steps} steps on {ranks} processes and on one"):
+        with status_line(f"training {steps} steps on {ranks} processes and on one"):
             comparison = verify(found, folder, given, steps=steps, half_steps=half_steps)
     equal = comparison.is_within(tolerance)
     if as_json:
@@ -140,9 +140,9 @@ def _carried_over(
     return replace(given, path=path)
 
 
-def _smaller_plan(plan: Plan, folder: Path, arguments: Sequence[str]) -> Plan:
-    """Return the plan of the model with these arguments; print how it resembles the given plan."""
-    with progress("planning the smaller model"):
+def _noted_smaller_plan(plan: Plan, folder: Path, arguments: Sequence[str]) -> Plan:
+    """Return the plan of the model with these arguments; note what differs from the given plan."""
+    with status_line("planning the smaller model"):
         smaller = smaller_plan(plan, folder, arguments)
     arranged = smaller.plan.arrangement
     alike = "its modules are split as in the plan"

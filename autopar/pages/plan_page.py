@@ -227,7 +227,7 @@ def _plan_text(row: _PlanRow) -> Text:
 
 
 _KNEE = (
-    "the knee: with fewer devices, making the step 1 % shorter costs less than 1 % more{beyond}. "
+    "the knee: up to it, a step that is 1 % shorter costs less than 1 % more{beyond}. "
     "--objective step-time takes the fastest, cost the cheapest"
 )
 
@@ -239,7 +239,7 @@ def curve_page(curve: Curve, choice: ChosenPoint) -> Iterator[RenderableType]:
     if refused:
         yield Text("\n".join(f"{one.devices} devices: {one.refusal}" for one in refused) + "\n")
     is_last = choice.point is curve.points[-1]
-    more = ", and maybe with more" if is_last else "; with more, it costs over 1 % more"
+    more = ", and maybe beyond it" if is_last else "; beyond it, over 1 % more"
     knee = _KNEE.format(beyond=more)
     why = knee if choice.is_knee else choice.why
     yield Text(f"Chosen: {_devices(choice.point)}, {why}.\n")

@@ -65,14 +65,13 @@ def write_report(plan: StoredPlan, path: Path, run: Path | None) -> None:
 def _facts(plan: StoredPlan) -> Iterator[tuple[str, str]]:
     prediction, (rank, memory) = plan.prediction, plan.fullest
     step = prediction.step_seconds
-    rows = plan.arrangement.global_batch
-    unit = "tokens" if plan.model.tokens_per_row > 1 else "rows"
+    rate = units_per_second(plan.arrangement, plan.model, step)
     yield "step", seconds_text(step)
-    yield f"{unit} a second", figure_text(rows * plan.model.tokens_per_row / step, "1/s")
+    yield f"{unit_word(plan.model)} a second", figure_text(rate, "1/s")
     yield "MFU", f"{prediction.mfu:.1%}"
     share = memory.device_bytes / plan.limit_bytes(rank)
     yield f"fullest device, {share:.0%} of its limit", bytes_text(memory.device_bytes)
-    yield "rows of a step", f"{rows:,}"
+    yield "rows of a step", f"{plan.arrangement.global_batch:,}"
     yield "no plan is faster by more than", f"{max(0.0, plan.proof.gap):.2%}"
 
 

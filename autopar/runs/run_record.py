@@ -172,11 +172,6 @@ def _runs_in(folder: Path) -> Iterator[tuple[Path, RunRecord]]:
             yield path, record
 
 
-def as_data(record: RunRecord) -> dict[str, object]:
-    """Return a record as JSON data."""
-    return asdict(record)
-
-
 _LONGEST_SECONDS = 1800  # limit for another machine to plan
 _POLL_SECONDS = 1.0
 

@@ -40,8 +40,8 @@ def test_an_op_without_a_formula_is_told(capsys: pytest.CaptureFixture[str]) -> 
     graph = trace(function(lambda a: torch.renorm(a, 2, 0, 1.0), (4, 4)).file())
     note_unpriced(graph, infer_axes(graph))
     told = " ".join(capsys.readouterr().err.split())
-    assert "what aten.renorm.default computes (1 ×" in told
-    assert "% of all that a step moves" in told
+    assert "the FLOPs of aten.renorm.default (1 ×" in told
+    assert "% of all bytes of a step" in told
 
 
 def test_an_odd_vocabulary_is_told(capsys: pytest.CaptureFixture[str]) -> None:

@@ -117,12 +117,15 @@ def test_a_plan_tells_what_it_leaves_as_it_is(
     plan = pinned_plan("gpt2.py", ("layers=2",), compile=Compile.LAYERS, data=2)
     note_breaks(replace(plan, graph=broken))
     told = " ".join(capsys.readouterr().err.split())
-    assert "torch.compile cannot take told.0 and 1 like it whole (model.py, line 18: with" in told
+    assert (
+        "torch.compile cannot compile told.0 and 1 like it as a whole (model.py, line 18: with"
+        in told
+    )
     two_kinds = [replace(broken.breaks[0], paths=(name,)) for name in ("a", "b")]
     note_breaks(replace(plan, graph=replace(broken, breaks=tuple(two_kinds))))
     told = " ".join(capsys.readouterr().err.split())
-    assert told.count("cannot take") == 1, "one line is told once"
-    assert "cannot take a and 1 like it" in told
+    assert told.count("cannot compile") == 1, "one line is told once"
+    assert "cannot compile a and 1 like it" in told
 
     eager = replace(plan.arrangement, compile=Compile.NONE)
     note_breaks(replace(plan, graph=broken, arrangement=eager))
