@@ -163,7 +163,6 @@ def make_plan(
     constraints: Constraints,
     *,
     time_limit_seconds: float | None = None,
-    measured: MeasuredFile | None = None,
 ) -> Plan:
     """Trace a model and find its best plan on one cluster."""
     request = Request(
@@ -172,7 +171,6 @@ def make_plan(
         clusters=(cluster,),
         constraints=constraints,
         time_limit_seconds=time_limit_seconds,
-        measured=measured,
     )
     return make_plans(request, looks_at_fewer=False).plan
 

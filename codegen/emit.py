@@ -103,9 +103,6 @@ def script_text(plan: Plan, subject: PlannedSubject, place: Path) -> str:
     return script
 
 
-def write_script(
-    plan: Plan, folder: Path, *, force: bool = False, model_folder: Path | None = None
-) -> Path:
+def write_script(plan: Plan, folder: Path, *, force: bool = False) -> Path:
     """Write a plan's script into a folder as train.py, and return its path."""
-    text = emit(plan, destination=folder / FILE_NAME, folder=model_folder or folder)
-    return write_text(text, folder, force=force)
+    return write_text(emit(plan, destination=folder / FILE_NAME), folder, force=force)

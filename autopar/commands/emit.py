@@ -52,7 +52,7 @@ def emit_script(
     plan: PLAN,
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[-- ARGS]", help="of the script in a job, with --for"),
+        typer.Argument(metavar="[-- ARGS]", help="options of the script in a job, with --for"),
     ] = None,
     model: MODEL = None,
     output: Annotated[

@@ -144,7 +144,7 @@ def run(
     plan: PLAN,
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[-- ARGS]", help="for the script, whose --help lists them"),
+        typer.Argument(metavar="[-- ARGS]", help="options of the script, whose --help lists them"),
     ] = None,
     resume: Annotated[
         str | None,
@@ -201,7 +201,9 @@ def run(
     ] = None,
     script: Annotated[
         Path | None,
-        typer.Option("--script", metavar="FILE", help="Default: train.py beside the plan."),
+        typer.Option(
+            "--script", metavar="FILE", help="The script. Default: train.py beside the plan."
+        ),
     ] = None,
 ) -> None:
     """Train with the script of a plan, under torchrun.

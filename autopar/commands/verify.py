@@ -49,7 +49,9 @@ def verify_plan(
     plan: PLAN,
     script: Annotated[
         Path | None,
-        typer.Option("--script", metavar="FILE", help="Default: train.py beside the plan."),
+        typer.Option(
+            "--script", metavar="FILE", help="The script. Default: train.py beside the plan."
+        ),
     ] = None,
     model: MODEL = None,
     arg: ARG = None,
@@ -242,7 +244,7 @@ def smaller_plan(plan: Plan, folder: Path, arguments: Sequence[str]) -> SmallerP
 
     def planned(constraints: Constraints) -> Plan:
         texts = [f"{key}={value}" for key, value in chosen.items()]
-        return make_plan(spec, texts, plan.cluster, constraints, time_limit_seconds=None)
+        return make_plan(spec, texts, plan.cluster, constraints)
 
     def planned_by_degrees() -> Plan:
         try:

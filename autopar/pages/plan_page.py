@@ -32,7 +32,7 @@ from autopar.planner.plan.telling.words import (
     units_per_second,
 )
 
-BAR_WIDTH = 24
+_BAR_WIDTH = 24  # characters
 _WIDE = 100  # characters; tables on narrower terminals have less padding
 
 
@@ -63,10 +63,10 @@ def plain_table(title: str, *columns: str, left: int = 1) -> Table:
     return table
 
 
-def bar(share: float, width: int = BAR_WIDTH) -> str:
+def bar(share: float) -> str:
     """Return a share as a bar; the bar of a share over 1 ends in "!"."""
-    filled = round(min(max(share, 0.0), 1.0) * width)
-    return "█" * filled + "░" * (width - filled) + ("!" if share > 1 else "")
+    filled = round(min(max(share, 0.0), 1.0) * _BAR_WIDTH)
+    return "█" * filled + "░" * (_BAR_WIDTH - filled) + ("!" if share > 1 else "")
 
 
 def rate_text(per_second: float) -> str:

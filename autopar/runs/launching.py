@@ -275,8 +275,8 @@ def be_torchrun() -> None:
     """Run torchrun in this process, which acts on its first signal alone.
 
     A second one would break off the closing of the ranks, and torchrun would never end. Schedulers
-    signal every process beside the signal that is passed on, and the kernel may send several when a
-    parent with threads dies.
+    signal every process, so torchrun gets their signal and the one that `autopar run` passes on.
+    The kernel may send several signals when a parent with threads dies.
     """
     from torch.distributed.run import main
 

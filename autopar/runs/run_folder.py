@@ -284,7 +284,7 @@ def torchrun_arguments(
 
 
 def fill_folder(folder: Path, plan: Path, script: Path, nodes: Nodes, command: str) -> None:
-    """Write this machine's environment to a run's folder, on the first also plan and script."""
+    """Write this machine's environment to a run's folder; the first also writes plan and script."""
     suffix = f"-node-{nodes.rank}" if nodes.rank else ""
     text = masked(json.dumps(surroundings(command), indent=2)) + "\n"
     place = folder / f"environment{suffix}.json"

@@ -184,7 +184,7 @@ class BodyBuilder(AvailableValues):
         self.loss_weights = f'batch["{LOSS_WEIGHTS}"]' if scope == LOSS else LOSS_WEIGHTS
         self.repeats = ComputedValues(self.graph)
         self.called: set[str] = set()
-        self.in_functions: set[str] = set()  # ops that printed calls of plain functions run
+        self.in_functions: set[str] = set()  # ops that run in plain functions which this body calls
 
     def add(self, op: Op) -> None:
         """Add an op, or the call of the module or function that runs it."""
@@ -286,7 +286,7 @@ class BodyBuilder(AvailableValues):
         )
 
     def _is_nothing(self, op: Op) -> bool:
-        """Whether an op is a slice of a whole dim of an activation or input, and nothing more."""
+        """Whether an op slices a whole dim of an activation or input, so that nothing changes."""
         if kind_of(op) is not OpKind.PART:
             return False
         given, made = (self.graph.tensors[name] for name in (op.inputs[0], op.outputs[0]))

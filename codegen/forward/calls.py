@@ -292,7 +292,7 @@ def call_line(unit: str, body: AvailableValues) -> Line:
 
 
 def _given(unit: str, body: AvailableValues) -> Iterator[tuple[str, Value]]:
-    """Yield (name, value) of the arguments that a printed call needs; positional: ("", value)."""
+    """Yield (name, value) of the arguments that a printed call needs; "" names positional ones."""
     record = body.graph.calls[unit]
     positional = list(record.arguments)
     if not record.is_function:

@@ -29,7 +29,7 @@ from autopar.planner.rules.table import kind_of, rule_of
 
 
 def result_sizes(op: Op, given: tuple[Value, ...], body: AvailableValues) -> SourceForm:
-    """Return the sizes of a view or expand: the model's -1, and others from tensors if possible."""
+    """Return the sizes of a view or expand: -1 as in the model, others from tensors if possible."""
     layout = body.split.made(op.outputs[0])
     sizes = wanted(body.split, op.outputs[0], layout)
     is_view = kind_of(op) is not OpKind.EXPAND
@@ -174,7 +174,7 @@ def _unflattened(op: Op, body: AvailableValues) -> SourceForm:
     dim = whole_number(op.argument("dim")) % len(body.graph.tensors[op.inputs[0]].shape)
     local = made.dim - dim if made.kind is LayoutKind.SPLIT else -1
     sizes = body.graph.tensors[op.outputs[0]].shape[dim : dim + len(given)]
-    is_split_here = 0 <= local < len(given)  # by one of the new dims
+    is_split_here = 0 <= local < len(given)  # one of the new dims is split
     numbers = [
         size.at(0) if item == -1 and is_split_here else item
         for item, size in zip(given, sizes, strict=True)

@@ -163,7 +163,7 @@ def _builder_with_outputs(opening: Opening) -> BodyBuilder:
 
 
 def _bind_outputs(builder: BodyBuilder, value: Value, place: str) -> None:
-    """Make the tensors of the outputs available under their expressions."""
+    """Make the tensors of the outputs available under their expressions: `outputs.logits`."""
     if isinstance(value, Ref):
         if value.tensor in builder.graph.tensors:
             builder.bind(

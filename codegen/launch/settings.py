@@ -1,4 +1,4 @@
-"""The keys of `--set key=value` for jobs, and texts quoted for the languages of their files."""
+"""The keys of `--set key=value` for jobs, and quoting for the languages of a job's files."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ def bare(text: str) -> Source:
 
 
 def pod_argument(text: str) -> Source:
-    """Return an argument of a container as YAML; Kubernetes would replace $(NAME) in it."""
+    """Return an argument of a container as YAML; escape $(NAME), which Kubernetes would replace."""
     return yaml(text.replace("$(", "$$("))
 
 
@@ -225,7 +225,7 @@ def requirement(text: str) -> Source:
 
 
 def copied(paths: Sequence[str]) -> Source:
-    """Return the paths of a COPY line; Docker would replace $NAME and wildcards in them."""
+    """Return the paths of a COPY line; refuse $NAME and wildcards, which Docker would replace."""
     return Source(
         json.dumps([_matching(_PATH_TEXT, one, "a path in a Dockerfile") for one in paths])
     )

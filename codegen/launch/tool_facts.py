@@ -34,7 +34,7 @@ class ToolSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockStage:
-    """A stage as tools count it: its blocks, and its layers before and after the first block.
+    """A stage as tools count it: its blocks, and other layers before and after the first block.
 
     `modes` are the recompute modes of the blocks.
     """
@@ -130,7 +130,7 @@ def facts_of_layers(plan: Plan, axes: GraphAxes, layers: Layers) -> ToolFacts:
 def _block_numbers(calls: Sequence[str]) -> list[int | None]:
     """Return the number of each layer among the model's blocks, or None for other layers.
 
-    The blocks are the layers of the module list that has the most.
+    The blocks are the layers of the longest module list.
     """
     found = [_NUMBERED.fullmatch(call) for call in calls]
     lists = Counter(one["list"] for one in found if one)

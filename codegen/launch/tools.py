@@ -137,7 +137,7 @@ def _tensor_notes(tool: Tool, facts: ToolFacts) -> Iterator[str]:
 
 
 def _nearest_schedule(chosen: Arrangement, known: Mapping[ScheduleKind, str]) -> ScheduleKind:
-    """Return the plan's schedule if a tool has it; else 1F1B, interleaved as the plan if it can."""
+    """Return the plan's schedule if a tool has it; else 1F1B, or interleaved 1F1B."""
     if chosen.schedule in known:
         return chosen.schedule
     several = chosen.stages_per_rank > 1 and ScheduleKind.INTERLEAVED_1F1B in known
@@ -263,7 +263,7 @@ _FULLY_SHARDED = MappingProxyType({2: "optim_grads", 3: "optim_grads_params"})  
 
 
 def _megatron_sections(facts: ToolFacts, mode: Recompute) -> Mapping[str, Sequence[ToolSection]]:
-    """Return Megatron-LM's flags; a flag that is only present has the value True."""
+    """Return Megatron-LM's flags; a flag without a value is True here."""
     chosen = facts.arrangement
     flags: dict[str, SettingValue] = {
         "tensor-model-parallel-size": chosen.tensor,

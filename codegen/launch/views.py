@@ -68,7 +68,7 @@ class LaunchJob:
 
 
 def job_name(plan: StoredPlan, settings: LaunchSettings) -> str:
-    """Return the name that is set, or one from the model's."""
+    """Return the job's name: that of --set name=…, or one made from the model's name."""
     return settings.name or _as_name(plan.model.name)
 
 

@@ -2,7 +2,7 @@
 
 Equal generator states give equal numbers, so states are compared in place of numbers. The checks:
 a script draws as many independent numbers as one process; its modules share numbers only if modules
-of one process do; a recomputed layer draws the same numbers again; the script's seed decides all.
+of one process do; a recomputed layer draws the same numbers again; the script seeds all draws.
 """
 
 from __future__ import annotations

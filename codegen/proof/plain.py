@@ -288,7 +288,7 @@ class TrainedAlone:
 
 
 class _Replica:
-    """A model and its optimizer; all rows are for one, except with local steps."""
+    """A model and its optimizer: one for all rows, or with local steps one for each replica."""
 
     def __init__(self, file: ModelFile, task: Task) -> None:
         self.file, self.task = file, task

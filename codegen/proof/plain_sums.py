@@ -1,8 +1,8 @@
 """Averages gradients in one process like data ranks that send them in fewer bits.
 
 Written from the description of the format, not with the runtime's code. Each rank's share of the
-loss is not taken from the runtime either: gradients of all rows are the sum of the ranks' gradients
-times their shares, which determines the shares.
+loss is not taken from the runtime either. It is solved for: the ranks' gradients, times their
+shares, must add up to the gradients of all rows.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ STEPS_COMPARED = 2  # local steps for each part of the model, so that outer step
 
 
 def short_round(parts: int, delay: int) -> tuple[int, int]:
-    """Return the local steps of a round, and the delay, as they are compared: both small."""
+    """Return the local steps of a round, and a part's delay, for a short comparison."""
     return STEPS_COMPARED * parts, min(delay, STEPS_COMPARED - 1)
 
 

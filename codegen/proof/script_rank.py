@@ -243,7 +243,7 @@ class Job:
     patience_seconds: float  # how long a script may hang
     clip_norm: float | None
     exact: Sequence[str]  # arguments of the float64 training
-    compresses: bool = True  # gradients in it, if the script does
+    compresses: bool = True  # whether it compresses gradients, if the script does
     in_half: Sequence[str] = ()  # arguments of the 16-bit training, if there is one
 
     def left(self, kind: str, rank: int) -> Path:

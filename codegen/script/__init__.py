@@ -1,6 +1,6 @@
 """Turns a plan into a script: a view with every decision, its templates, and a check of the text.
 
-This file has the views; each part of a script has its own, and its own template.
+This file has the views. Each part of a script has a view and a template.
 """
 
 from __future__ import annotations

@@ -290,7 +290,7 @@ def recomputations(plan: Plan, part: str) -> tuple[Recomputation, ...]:
 
 
 def _call_of_table(made: str, layers: str) -> Source:
-    """Return the call of a table: with all layers, or a loop that makes it with each."""
+    """Return the call with all layers of a table, or a loop that makes it with each layer."""
     if "layers" in made:
         return Source(made.replace("layers", layers))
     return Source(f"for layer in {layers}:\n        {made}")

@@ -30,7 +30,7 @@ from autopar.planner.programs.layouts.strategies import Parts, parts_of
 from autopar.runtime.tensor.shards import starred
 
 Value = TypeVar("Value")
-_FEWEST_IN_STEPS = 3  # at least so many names, at steps above 1, become a range
+_FEWEST_IN_STEPS = 3  # at least so many names become a range, if their numbers have steps above 1
 
 
 def patterns(table: Mapping[str, Value], known: Iterable[str]) -> dict[str, Value]:

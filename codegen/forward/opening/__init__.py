@@ -82,7 +82,8 @@ class Opening:
     """The opened calls, the inlined calls, and the places of conversions.
 
     `places` maps an op, an input and a layout to the call that converts this input to this layout.
-    `leaves` maps a tensor to a call, and to the layout that it has when it leaves this call.
+    `leaves` maps a tensor to a call and a layout: this call converts the tensor to this layout
+    before it returns the tensor.
     """
 
     split: SplitGraph
@@ -133,7 +134,7 @@ class Opening:
         return arrives
 
     def arrives(self, tensor: str, call: str) -> Layout:
-        """Return a tensor's layout as a call's code sees it, outside the calls that made it."""
+        """Return the layout in which a call's code gets a tensor from the call that makes it."""
         left = self.leaves.get(tensor)
         if left is not None and left[0] not in self.tree.chains[call]:
             return left[1]
@@ -196,7 +197,7 @@ def is_of_rows(layout: Layout, split: SplitGraph) -> bool:
 
 
 def whole_sizes(op: Op, split: SplitGraph) -> Iterator[Dim]:
-    """Yield the dims whose sizes an op's arguments contain, and that are whole in its result."""
+    """Yield the dims of an op's result that are not split, and whose sizes the op is given."""
     rule = rule_of(op.target)
     if not rule.sizes and op.inputs and rule.kind is not OpKind.NEW:
         return
@@ -209,7 +210,7 @@ def whole_sizes(op: Op, split: SplitGraph) -> Iterator[Dim]:
 
 
 def _converts_own_tensor(op: Op, split: SplitGraph) -> bool:
-    """Whether a parameter, buffer or constant is converted: only the code that reads it can."""
+    """Whether an op reads a parameter, buffer or constant converted, which its own code must do."""
     return any(
         split.made(name) != split.need(op, i)
         for i, name in enumerate(op.inputs)

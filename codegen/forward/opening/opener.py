@@ -171,7 +171,7 @@ class _Group:
     ops: tuple[Op, ...]
     home: str  # the outermost of these calls
     below: tuple[str, ...]  # calls inside home that contain all of `ops`
-    above: tuple[str, ...]  # calls that return the tensor, from inside home to its maker
+    above: tuple[str, ...]  # calls inside home that return the tensor, outermost first
 
 
 class _Opener:
@@ -382,9 +382,9 @@ class _Opener:
         return chain[chain.index(call) :]
 
     def _is_mixed(self, call: str) -> bool:
-        """Whether a call draws both random numbers equal on all ranks and numbers that differ.
+        """Whether a call draws some random numbers that all ranks share, and some that differ.
 
-        Numbers that differ do not count in opened code: it has its own `split_randomness`.
+        Numbers that differ do not count in opened code, which has its own `split_randomness`.
         """
         kinds = set()
         for op in self.tree.ops[call]:

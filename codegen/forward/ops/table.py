@@ -208,7 +208,7 @@ BINARY: Mapping[str, tuple[str, Binding]] = MappingProxyType(
         "bitwise_right_shift": (">>", Binding.SHIFT),
     }
 )
-# In-place operators (`mask &= other`), and the methods as which they are printed.
+# In-place operators (`mask &= other`), and the methods that are printed for them.
 WRITING: Mapping[str, str] = MappingProxyType(
     {
         "__iand__": "bitwise_and_",

@@ -57,7 +57,7 @@ def written(body: Body, owner: Owner, style: Style) -> list[str]:
 def _attempt(
     body: Body, owner: Owner, style: Style, kept: frozenset[LocalTensor]
 ) -> tuple[list[str], list[LocalTensor]]:
-    """Return the source with `kept` values named, and more values to name to shorten long lines."""
+    """Return the source with `kept` values named, and values in long lines to name as well."""
     found = statements(body, kept=kept)
     names = named(found, body, owner.split)
     writer = _Writer(found, names, style, owner.split, has_result=body.result is not None)
