@@ -234,8 +234,8 @@ def waits_for_last(arrangement: Arrangement) -> Source:
     if not waits or arrangement.zero.divides_parameters:
         return Source()
     if arrangement.zero.keeps_gathered:
-        return Source("parameters stay gathered until the last microbatch")
-    return Source("data ranks average gradients in the last microbatch")
+        return Source("parameters stay whole until the last microbatch")
+    return Source("gradients are averaged in the last microbatch")
 
 
 def seeding(plan: Plan) -> Source:
