@@ -104,6 +104,10 @@ def unpacked(source: str) -> Mapping[str, tuple[str, ...]]:
         tree = ast.parse(dedent(source))
     except SyntaxError:  # a lambda inside an expression
         return MappingProxyType({})
+    return _unpacked_in(tree)
+
+
+def _unpacked_in(tree: ast.AST) -> Mapping[str, tuple[str, ...]]:
     return MappingProxyType(
         {
             node.value.id: _names(node.targets[0])
@@ -206,13 +210,7 @@ def _named(tree: ast.AST) -> Iterator[tuple[ast.expr | ast.AugAssign, tuple[str,
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and not _is_of_torch(node.func):
             yield from ((one.value, _names(ast.Name(one.arg or ""))) for one in node.keywords)
-    unpacks = {
-        node.value.id: _names(node.targets[0])
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Assign)
-        and isinstance(node.value, ast.Name)
-        and isinstance(node.targets[0], ast.Tuple)
-    }
+    unpacks = _unpacked_in(tree)
     for node in ast.walk(tree):
         match node:
             case ast.AugAssign():

@@ -110,14 +110,14 @@ class ValueNames:
 
 def values_to_keep(lines: Sequence[Line]) -> frozenset[LocalTensor]:
     """Return the values that should have a name: inputs and outputs of attention, split logits."""
-    operands = {local for line in lines for local in _operands(line.expression, (_ATTENTION,))}
+    operands = {local for line in lines for local in _operands(line.expression, (_ATTENTION,), 3)}
     results = {
         local
         for line in lines
         if _is_call_of(line.expression, (_ATTENTION,))
         for local in values_in(line.results)
     }
-    logits = {local for line in lines for local in _first_operands(line.expression, _LOSSES[1:])}
+    logits = {local for line in lines for local in _operands(line.expression, _LOSSES[1:], 1)}
     return frozenset(operands | results | logits)
 
 
@@ -235,8 +235,8 @@ class _Namer:
         """Find names for values in the code that reads them; the last of several readers counts."""
         readers = Counter(local for s in self.statements for local in _read(s))
         for statement in reversed(self.statements):
-            attended = _operands(statement.expression, (_ATTENTION,))
-            scored = _first_operands(statement.expression, _LOSSES)
+            attended = _operands(statement.expression, (_ATTENTION,), 3)
+            scored = _operands(statement.expression, _LOSSES, 1)
             taken = [*zip("qkv", attended, strict=False), *(("logits", one) for one in scored)]
             for name, local in (*taken, *self._passed(statement)):
                 self.taken_as.setdefault(local, name)
@@ -293,22 +293,14 @@ def _is_call_of(expression: Expression, functions: tuple[str, ...]) -> bool:
     return isinstance(first, str) and first.rstrip("(") in functions
 
 
-def _first_operands(expression: Expression, functions: tuple[str, ...]) -> Iterator[LocalTensor]:
-    """Yield the plain values that are the first argument of a function."""
-    if isinstance(expression, SourceForm):
-        slots = [part.expression for part in expression.parts if isinstance(part, Slot)]
-        if _is_call_of(expression, functions) and slots and isinstance(slots[0], LocalTensor):
-            yield slots[0]
-        for slot in slots:
-            yield from _first_operands(slot, functions)
-
-
-def _operands(expression: Expression, functions: tuple[str, ...]) -> Iterator[LocalTensor]:
-    """Yield the plain values that are the first three arguments of a function."""
+def _operands(
+    expression: Expression, functions: tuple[str, ...], most: int
+) -> Iterator[LocalTensor]:
+    """Yield the plain values among the first `most` arguments of calls of these functions."""
     if not isinstance(expression, SourceForm):
         return
     slots = [part.expression for part in expression.parts if isinstance(part, Slot)]
     if _is_call_of(expression, functions):
-        yield from (slot for slot in slots[:3] if isinstance(slot, LocalTensor))
+        yield from (slot for slot in slots[:most] if isinstance(slot, LocalTensor))
     for slot in slots:
-        yield from _operands(slot, functions)
+        yield from _operands(slot, functions, most)
