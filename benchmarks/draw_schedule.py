@@ -10,7 +10,7 @@ backward two.
 import argparse
 
 from autopar.planner.costs.schedules.orders import Action, ActionKind, PipelineShape
-from autopar.planner.costs.schedules.simulation import even_stages, simulate
+from autopar.planner.costs.schedules.simulation import StageSeconds, simulate
 from autopar.planner.costs.schedules.table import SCHEDULES, ScheduleKind, in_flight, schedule_of
 
 
@@ -25,15 +25,16 @@ def mark(action: Action) -> str:
 def drawn(kind: ScheduleKind, shape: PipelineShape, *, columns_per_forward: int) -> str:
     """Return the picture and one line that sums it up."""
     schedule = schedule_of(kind, shape)
-    stage_seconds = 1 / shape.stages_per_rank
+    each = 1 / shape.stages_per_rank
+    stage = StageSeconds(
+        forward_seconds=each,
+        backward_seconds=2 * each,
+        input_gradient_seconds=each,
+        weight_gradient_seconds=each,
+    )
     result = simulate(
         schedule,
-        even_stages(
-            shape.stages,
-            forward_seconds=stage_seconds,
-            input_gradient_seconds=stage_seconds,
-            weight_gradient_seconds=stage_seconds,
-        ),
+        [stage] * shape.stages,
         transfer_seconds=[0.0] * (shape.stages - 1),
         transfer=SCHEDULES[kind].transfer,
     )

@@ -36,8 +36,8 @@ class Recompute(StrEnum):
     # of a layer that runs again: the ops whose results it saves besides its inputs; None: no op
     saved_ops: Callable[[Op, Kernels], bool] | None
     compiles: bool  # torch.compile takes layers in this mode
-    tables: tuple[str, ...]  # the script's, with these layers' paths; they stay module calls
-    makes_chunks: bool  # the loss makes the layer's logits, in chunks
+    tables: tuple[str, ...]  # lists in the script with the paths of layers in this mode
+    makes_chunks: bool  # the loss computes the layer's logits, chunk by chunk
     is_on_host: bool  # what it keeps lies in the host's memory until the backward
 
     NONE = "none", False, None, True, (), False, False
@@ -91,12 +91,12 @@ class Offload(StrEnum):
     has_states: bool  # gradients and optimizer states; then the optimizer runs on the CPU
     has_outer: bool  # the state of local steps' outer optimizer, which then runs on the CPU
     words: str
-    meaning: str  # in scripts
+    meaning: str  # for comments in scripts
 
     NONE = "none", False, False, "", ""
     OPTIMIZER = (
         *("optimizer", True, False, "optimizer on the host"),
-        "gradients and optimizer states are in the host's memory, where it steps",
+        "gradients and optimizer states are in the host's memory, where the optimizer runs",
     )
     OUTER = "outer", False, True, "outer optimizer on the host", ""
 
@@ -185,8 +185,8 @@ class Arrangement:
     rows: tuple[Rows, ...] = ()
     sync_every: Repeats = 1  # local steps of each replica between two outer steps; 1: no local ones
     outer: Outer = Outer.NONE  # of local steps
-    outer_parts: Repeats = 1  # of the model, which have outer steps in turn
-    order: Number = 0  # of the tried ones of unlike nodes; 0 in a plan, whose cluster is in order
+    outer_parts: Repeats = 1  # parts of the model, which take outer steps in turn
+    order: Number = 0  # which of the tried orders of unlike nodes; 0 in a plan
 
     @property
     def ranks(self) -> int:
@@ -210,7 +210,7 @@ class Arrangement:
 
     @property
     def divided(self) -> Zero:
-        """The ZeRO level; ZeRO-0 if a single rank has all parts, and none of them on the host."""
+        """The level that has an effect: ZeRO-0 if one rank has all parts, and none on the host."""
         return self.zero if self.shard > 1 or self.shards_on_host else Zero.NONE
 
     @property
@@ -265,7 +265,7 @@ class LayerCost:
     backward_seconds: float
     weight_gradient_seconds: float  # the part of the backward that a zero-bubble schedule defers
     communication_seconds: float  # part of forward and backward: collectives on the tensor axis
-    recompute_seconds: float  # part of the backward: what less memory of the device costs
+    recompute_seconds: float  # part of the backward: what the mode adds in order to save memory
     saved_bytes: int  # kept from the forward to the backward of a microbatch
     transient_bytes: int  # peak while the layer runs, in addition to saved_bytes
     output_bytes: int  # sent to the next stage if a stage ends with this layer; one direction
@@ -276,13 +276,13 @@ class LayerCost:
     optimizer_bytes: int
     replicated_gradient_bytes: int  # of R parameters: all-reduced over the tensor axis once a step
     measured_seconds: float  # the measured part of forward and backward; the rest is by formula
-    whole_gradient_bytes: int = 0  # of these and of tied weights: compression sends them whole
+    whole_gradient_bytes: int = 0  # of R parameters and tied weights: never compressed
     thin_gradient_bytes: int = 0  # of the other gradients, as PowerSGD sends them
     # rows and elements of each weight that can be gathered in float8 instead of 16 bits
     float8_weights: tuple[tuple[int, int], ...] = ()
     trainable_tensors: int = 0  # tensors that contain the trainable elements
-    # how far memory rises above saved_bytes in the backward of the op with weights that needs most,
-    # without that weight's gradient; negative if later ops have freed more
+    # Of all ops with weights, the one whose backward needs most memory: how far memory then is
+    # above saved_bytes, without the weight's gradient; negative if later ops have freed more.
     learning_bytes: int = 0
     learned_gradient_bytes: int = 0  # fp32 bytes of that weight's gradient
     early_gradient_bytes: int = 0  # of saved_bytes: gradients that a loss in chunks makes early
@@ -290,7 +290,7 @@ class LayerCost:
     waiting_gradient_bytes: int = 0
     deferred_bytes: int = 0  # held by a split backward from its first half to its second
     host_saved_bytes: int = 0  # in the host's memory from the forward to the backward
-    host_wait_seconds: float = 0.0  # part of recompute_seconds: copies of these, as far as exposed
+    host_wait_seconds: float = 0.0  # part of recompute_seconds: exposed copies of these bytes
     statistics: Statistics = NO_STATISTICS  # of batch norms synchronised over data ranks
 
 
@@ -383,7 +383,7 @@ class Prediction:
     stages: tuple[StagePrediction, ...]
     model_flops: Flops  # of a step, all ranks, without recomputation
     peak_flops_per_second: Rate  # of all devices together
-    outer_delay: Number = 0  # local steps for which a part of the model is sent
+    outer_delay: Number = 0  # the number of local steps during which a part of the model is sent
 
     @property
     def mfu(self) -> float:

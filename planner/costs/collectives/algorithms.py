@@ -30,7 +30,8 @@ class Protocol:
     crosses_networks: bool
     scatters_whole: bool = False  # a reduce-scatter sends as much as an all-reduce
     rings_only: bool = False  # no trees
-    # gathers and all-to-alls send to a rank before they ask for its message, on one connection
+    # in a gather or an all-to-all, a rank sends its message to a peer before it asks for the peer's
+    # message, on the same connection
     asks_last: bool = False
 
     @property
@@ -276,7 +277,7 @@ def all_to_all_seconds(
 def ring_all_to_all_seconds(
     payload_bytes: float, ranks: int, *, rate: float, hops_seconds: float
 ) -> float:
-    """Return the time of an all-to-all on a one-way ring: a piece crosses d links to the d-th next.
+    """Return the time of an all-to-all on a one-way ring: a piece crosses d links to go d ranks on.
 
     T = H + Σ_{d<n} d·S/n ÷ β = H + (n−1)/2 · S/β. Leaves out idle links at the start.
     """

@@ -27,7 +27,7 @@ from autopar.planner.graph.layouts import Conversion, LocalAction
 class Converted:
     """The conversion of a tensor, and a rank's bytes before and after.
 
-    `is_contiguous` if a rank's part is one piece of memory, so that a collective needs no copy.
+    If `is_contiguous`, a rank's part is one piece of memory, so a collective needs no copy.
     """
 
     step: Conversion

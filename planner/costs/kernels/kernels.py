@@ -32,9 +32,9 @@ def gemm_seconds(
     default of k and n, as in the forward of a linear layer. The balance is the time to spread the
     last wave over all multiprocessors. At equal alignment, time never falls when m, n or k grows.
     Source: wave quantisation as in NVIDIA's matrix multiplication guide, stream-K (Osama 2023),
-    constants fitted on SimuMax's tables of A100-PCIe and B200. Leaves out: that the library chooses
-    slow kernels (most of the error on A100), and that a cold device exceeds its power limit for
-    some hundred microseconds (most of the error on B200).
+    constants fitted on SimuMax's tables of A100-PCIe and B200. Leaves out: that the library may
+    choose a slow kernel (most of the error on A100), and that a cold device may exceed its power
+    limit for some hundred microseconds (most of the error on B200).
     """
     units = rates.multiprocessors
     wave_seconds = rates.wave_seconds
@@ -168,7 +168,7 @@ class AttentionShape:
 
     @property
     def mean_dim(self) -> float:
-        """Mean head dimension of the two matmuls: that of values may differ from that of keys."""
+        """The mean of the head dimensions of keys and of values, which may differ."""
         return (self.head_dim + self.value_dim) / 2
 
     @property
@@ -189,12 +189,12 @@ def causal_visible(length: int, block: int) -> float:
 
 
 def whole_blocks(length: int, block: int) -> int:
-    """Return the queries or keys that a GPU kernel computes: past one block, whole blocks."""
+    """Return how many queries or keys a GPU kernel computes: more than one block is rounded up."""
     return -(-length // block) * block if length > block else length
 
 
 def fused_attention_forward_seconds(shape: AttentionShape, *, rates: Throughput) -> float:
-    """Return the seconds of a fused (flash) forward.
+    """Return the seconds of the forward of a fused (flash) attention.
 
     FLOPs    = 2 · (d_qk + d_v) · batch · heads · queries · keys · visible
     work     = max(FLOPs ÷ multiprocessors + FLOPs of `tail` query rows, FLOPs of a query block)
@@ -217,7 +217,7 @@ def fused_attention_forward_seconds(shape: AttentionShape, *, rates: Throughput)
 
 
 def fused_attention_backward_seconds(shape: AttentionShape, *, rates: Throughput) -> float:
-    """Return the seconds of a fused backward, which computes the scores again.
+    """Return the seconds of the backward of a fused attention, which computes the scores again.
 
     The formula is the forward's, with 2.5 times the FLOPs (five matmuls instead of two) and another
     share of peak and tail. The kernel reads q, k, v, o, do and writes dq, dk, dv; it sums dq in
@@ -247,7 +247,8 @@ def _fused_seconds(
 ) -> float:
     """Return the seconds of a fused kernel.
 
-    `work` is the ratio of its FLOPs to a forward's, `share` the share of peak that it reaches.
+    `work` is the ratio of its FLOPs to those of a forward, `share` the share of the peak rate that
+    it reaches.
     """
     facts = rates.architecture
     dim = shape.mean_dim

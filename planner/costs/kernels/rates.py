@@ -67,7 +67,7 @@ class NormConstants:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchNormConstants:
-    """The kernels of batch norms of one library; see efficiency.toml for their meaning."""
+    """Constants of one library's batch norm kernels; see efficiency.toml for their meaning."""
 
     statistics: float
     gradient: float
@@ -284,7 +284,7 @@ def _tiles(gemm: GemmConstants, *, peak: float, units: int, stream: float) -> tu
 def aligned_share(
     contiguous: int, element_bytes: float, alignment: tuple[tuple[int, float], ...]
 ) -> float:
-    """Return the share of the rate that is reached if contiguous rows have this many elements.
+    """Return the share of its rate that a product reaches if rows have this many elements.
 
     `contiguous` may be the bitwise or of several extents: its lowest set bit is the alignment of
     the least aligned one.

@@ -24,7 +24,7 @@ from autopar.planner.graph.ops import Op, TensorOrigin, refs
 from autopar.planner.rules.rule import OpKind
 from autopar.planner.rules.table import kind_of, rule_of
 
-LOSS_CHUNKS = 8  # as in torchtune; each more chunk reads and writes the weight's gradient once more
+LOSS_CHUNKS = 8  # as in torchtune; another chunk reads and writes the weight's gradient once more
 
 _LINEAR = "aten.linear."
 _OF_ROWS = frozenset({OpKind.VIEW, OpKind.PART, OpKind.CONTIGUOUS, OpKind.CAST, OpKind.COPY})

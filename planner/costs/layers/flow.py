@@ -154,11 +154,11 @@ def fully_recomputed_ops(flow: LayerFlow) -> Recomputed:
     """
     if not flow.pricer.stops_early or flow.ops[0].op.name in flow.pricer.fusion.saved:
         return Recomputed(ops=flow.ops, conversions=flow.conversions)
-    keeping = [place for place, one in enumerate(flow.ops) if one.kept.seen or one.kept.made]
+    keeping = [place for place, one in enumerate(flow.ops) if one.kept.names or one.kept.made]
     if not keeping:
         return Recomputed()
     last = flow.ops[keeping[-1]]
-    keeps_result = last.kept.made or any(name in last.op.outputs for name in last.kept.seen)
+    keeps_result = last.kept.made or any(name in last.op.outputs for name in last.kept.names)
     needed = {
         pair
         for one in flow.ops[: keeping[-1] + 1]
@@ -174,7 +174,7 @@ def _between_saved(flow: LayerFlow, mode: Recompute) -> Recomputed:
     """Return the ops that run again: they lead from what the mode saves to what ops keep."""
     needed: set[tuple[str, Layout]] = set()
     for one in flow.ops:
-        needed |= {(name, one.layout_of(name)) for name in one.kept.seen}
+        needed |= {(name, one.layout_of(name)) for name in one.kept.names}
     names = {name for name, _ in needed}
     again: list[PlacedOp] = []
     for one in reversed(flow.ops):
@@ -389,8 +389,8 @@ def _log_probability_bytes(flow: LayerFlow, one: PlacedOp, logit_bytes: int) -> 
 
     If the classes are split (runtime/tensor/vocabulary.py), the gradient of the logits is computed
     in fp32 before it is cast. Otherwise this is the gradient of the log-probabilities, in the dtype
-    in which the loss keeps them. If that is wider than the logits', the gradient of the logits is
-    first made in it, too.
+    in which the loss keeps them. If this dtype is wider than that of the logits, their gradient is
+    first computed in the wider one.
     """
     logits = one.op.inputs[0]
     layout = one.layout_of(logits)

@@ -105,7 +105,7 @@ def _kept(flow: LayerFlow) -> Iterator[tuple[int, MemoryPlace, int]]:
     for number, one in enumerate(flow.ops):
         for place, size in _own_places(one).items():
             yield number, place, size
-        for place, size in _places(flow, one, one.kept.seen):
+        for place, size in _places(flow, one, one.kept.names):
             own = flow.made_here(place[0]) and not pricer.later_users.get(place[0])
             if own or flow.takes_over(place[0]):
                 yield number, place, size
@@ -210,7 +210,7 @@ def layer_costs(
 ) -> Mapping[Recompute, LayerCost]:
     """Return the cost of a layer in each recompute mode that it may have.
 
-    Without a link to the host, a layer costs there what it costs on the device.
+    Without a link to the host (0 bytes per second), modes on the host cost the same as `none`.
 
     `outside` has the layouts of tensors that pass between layers (I, if it lacks one). The layer
     that makes such a tensor converts it to that layout, and pays. A layer that needs another layout
@@ -374,9 +374,10 @@ def _host_wait_seconds(
         max(0, bytes ÷ link − forward) + max(0, bytes ÷ link − backward)
         + 2 · bytes ÷ memory's rate + the host's time to start two copies of each tensor
 
-    Of equal layers, the copies to the host run beside the next forward, and those back beside the
-    backward behind. Both waits are counted in the backward. Left out: layers in other modes between
-    them hide more. In a pipeline, the first of them in a backward adds a wait (stage_price.py).
+    Of equal layers, the copies to the host run beside the next layer's forward, and the copies back
+    beside that layer's backward. Both waits are counted in the backward. Leaves out that layers in
+    other modes between them hide more. In a pipeline, the last layer on the host, whose backward
+    comes first, adds a wait (`with_first_fetch`).
     """
     kept = saved_places(flow, mode)
     size, copies = cost.host_saved_bytes, len(kept) - len(_staying(flow, kept))

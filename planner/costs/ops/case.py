@@ -1,6 +1,6 @@
 """An op on one rank, as the formulas see it: local sizes, products, FLOPs, bytes.
 
-A letter names a dim in the rule of an op, as m, n and k in that of a product.
+A letter names a dim in the rule of an op, as m, n and k do in the rule of a matrix product.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from autopar.planner.rules.table import rule_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpSplit:
-    """A split of an op along an axis; the letter stands for the axis alone, or with other axes.
+    """A split of an op along an axis; the dim of its letter is this axis, or contains it.
 
     Each rank has ⌈size ÷ degree⌉ positions of the axis.
     """
@@ -129,9 +129,10 @@ class LocalShapes:
 
 
 def _expected_letters(op: Op, graph: Graph, signature: Signature) -> dict[str, float]:
-    """Return the expected share of rows of each letter whose dims have only rows from a mask.
+    """Return the letters of dims that hold only the rows that a boolean mask selects.
 
-    A letter is left out if it also names a dim with all rows in one of the op's tensors.
+    Each comes with the share of rows that the mask is expected to select. A letter is left out if
+    one of the op's tensors has all rows in a dim of this letter.
     """
     tensors = graph.tensors
     if all(tensors[name].expected == 1.0 for name in (*op.inputs, *op.outputs)):
@@ -326,7 +327,7 @@ class OpCase:
 
 
 def forward_flops(rule: Rule, shapes: LocalShapes) -> int:
-    """Return the FLOPs of an op's computation; else Σ 2·∏ sizes over its rule's letter groups."""
+    """Return the FLOPs of an op's computation, or Σ 2·∏ sizes over the groups in `contracts`."""
     computation = computation_of(rule, shapes)
     if computation is not None:
         return computation.forward_flops

@@ -93,7 +93,7 @@ def _seconds(case: OpCase, names: Sequence[str], *, starts: bool) -> float:
 class Fusing:
     """Finds how the ops of compiled layers are fused, for microbatches of all sizes.
 
-    `root` is the tensor that owns a tensor's memory, `kept` are the tensors that an op saves
+    `root` returns the tensor that owns a tensor's memory, `kept` the tensors that an op saves
     without torch.compile.
     """
 
@@ -106,7 +106,7 @@ class Fusing:
         kept: Callable[[Op], Sequence[str]],
     ) -> None:
         self._layers = [_Layer(graph, ops, root, kept) for ops in layers if ops]
-        # by layer, and by the tensors that it saves
+        # by the layer's number, and by the tensors that it saves
         self._known: dict[tuple[int, frozenset[str]], Fusion] = {}
 
     def at(self, size: Callable[[str], int]) -> Fusion:
@@ -180,7 +180,7 @@ class _Layer:
     def _kernels(self) -> list[list[Op]]:
         """Return each kernel's ops: connected fused ops with equally many products before them.
 
-        So no kernel needs the result of a product that needs a result of the same kernel.
+        Otherwise a kernel could need the result of a product that needs a result of this kernel.
         """
         depth: dict[str, int] = {}
         joined: nx.Graph = nx.Graph()
@@ -202,7 +202,7 @@ class _Layer:
 
     @cached_property
     def network(self) -> _Network:
-        """The network whose minimum cut is what the layer saves."""
+        """The network whose minimum cut gives the tensors that the layer saves."""
         edges: list[_Edge] = []
         must: set[str] = set()
         for op in self.ops:
@@ -381,8 +381,8 @@ def _gradients_read(layer: _Layer, op: Op, kernel: int) -> Iterator[str]:
 def _gradient_written(layer: _Layer, tensor: str, kernel: int) -> str:
     """Return the tensor whose gradient a kernel writes for `tensor`, which it reads; "" for none.
 
-    If the kernel only adds the tensor to others, it is the sum's result, which has the same
-    gradient. If another kernel writes that gradient, this one writes none.
+    If the kernel only adds `tensor` to others, this is the sum, which has the same gradient. If
+    another kernel writes the gradient of the sum, this one writes none.
     """
     while inside := layer.readers_in(tensor, kernel):
         (reader, *others) = inside

@@ -138,11 +138,11 @@ class MadeByKernel:
 class KeptTensors:
     """What an op keeps for its backward: operands and results, and tensors that its kernel makes.
 
-    `seen` are operands and results by the names that the op uses, `tensors` own their memory.
+    `names` are the operands and results, `tensors` the tensors that own their memory.
     """
 
     tensors: tuple[str, ...]
-    seen: tuple[str, ...]
+    names: tuple[str, ...]
     made: tuple[MadeByKernel, ...]
     shapes: Callable[[OpSplit | None], LocalShapes]
 
@@ -200,7 +200,7 @@ def is_product(op: Op, kernels: Kernels) -> bool:
 def is_one_kernel(op: Op, kernels: Kernels) -> bool:
     """Whether an op is one kernel; attention with dropout is several if dropout is not fused.
 
-    Of several kernels, selective recompute keeps only the products, and runs the rest again.
+    If it is several, selective recompute keeps only the products, and runs the rest again.
     """
     return kernels.fused_dropout or not dict(op.arguments).get("dropout_p")
 

@@ -1,4 +1,4 @@
-"""Keys and timings of measured ops, and the host's times, measured or usual."""
+"""Keys and timings of measured ops, and the host's times, measured or by default."""
 
 from __future__ import annotations
 

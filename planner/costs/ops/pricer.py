@@ -67,9 +67,9 @@ _NUMBER_BYTES = 4  # the collectives inside split ops send fp32 numbers
 class OpPricer:
     """Prices the ops, tensors and conversions of a graph at one batch, precision and device.
 
-    `layers` may be passed to avoid finding them again, and `fusings` to share what is found. If
-    `compiles`, torch.compile fuses the ops of each layer, and products of linear layers are in
-    float8 if asked for.
+    `layers` are found if they are not passed. `fusings` is a cache that pricers of one graph share;
+    its key says whether the device is a CPU. If `compiles`, torch.compile fuses the ops of each
+    layer, and `float8` says how linear layers multiply.
     """
 
     stops_early = True  # a layer's recomputation stops at the last tensor that the backward needs
@@ -147,7 +147,8 @@ class OpPricer:
         key = self.rates.is_cpu
         if key not in self._fusings:
             taken = (compiled_ops(one, self.graph) for one in self.layers.layers)
-            self._fusings[key] = Fusing(self.graph, taken, root=self.memory.root, kept=self._seen)
+            root, kept = self.memory.root, self._kept_uncompiled
+            self._fusings[key] = Fusing(self.graph, taken, root=root, kept=kept)
         return self._fusings[key].at(lambda name: self.sizes.tensor_bytes(name, WHOLE, 1))
 
     @cached_property
@@ -198,9 +199,10 @@ class OpPricer:
     def inside_seconds(
         self, op: Op, split: OpSplit | None, shape: GroupShape, *, chunks: int = 1
     ) -> float:
-        """Return the seconds of the collectives inside an op's forward: those of its split form.
+        """Return the seconds of the collectives that a split op calls in its own forward.
 
-        If the op runs in chunks of rows, these are the seconds of one chunk.
+        `split_form` in the op's rule lists them. If the op runs in chunks of rows, these are the
+        seconds of one chunk.
         """
         form = rule_of(op.target).split_form
         if split is None or form is None or not form.sends:
@@ -222,22 +224,22 @@ class OpPricer:
     def kept(self, op: Op) -> KeptTensors:
         """Return the tensors that an op keeps for its backward."""
         if op.name not in self._kept:
-            self._kept[op.name] = self._what_is_kept(op)
+            self._kept[op.name] = self._found_kept(op)
         return self._kept[op.name]
 
-    def _what_is_kept(self, op: Op) -> KeptTensors:
-        rule, seen = rule_of(op.target), self._seen(op)
-        seen = self.fusion.saved.get(op.name, seen)
+    def _found_kept(self, op: Op) -> KeptTensors:
+        rule, names = rule_of(op.target), self._kept_uncompiled(op)
+        names = self.fusion.saved.get(op.name, names)
         return KeptTensors(
-            tensors=tuple(dict.fromkeys(map(self.memory.root, seen))),
-            seen=seen,
+            tensors=tuple(dict.fromkeys(map(self.memory.root, names))),
+            names=names,
             made=made_by(
                 op, rule, graph=self.graph, precision=self.precision, kernels=self.kernels
             ),
             shapes=lambda split: self.shapes(op, split),
         )
 
-    def _seen(self, op: Op) -> tuple[str, ...]:
+    def _kept_uncompiled(self, op: Op) -> tuple[str, ...]:
         """Return the operands and results that an op keeps if it is not compiled."""
         names = names_kept(op, rule_of(op.target), graph=self.graph, kernels=self.kernels)
         return tuple(dict.fromkeys(filter(self._is_activation, names)))
@@ -335,8 +337,8 @@ class OpPricer:
     def _scales(self, op: Op, shapes: LocalShapes) -> Float8:
         """Return how an op scales its factors for float8; NONE if it does not use float8.
 
-        Such an op is no float8 product, has a shard of unsuitable sizes, or has a bias that is
-        added later, to the sum of all shards' results.
+        A linear layer does not use it if the sizes of its shard are unsuitable, or if its bias can
+        only be added to the sum of all shards' results.
         """
         if op.name not in self.float8_ops:
             return Float8.NONE

@@ -208,8 +208,8 @@ def _convolution(case: OpCase) -> OpSeconds:
     source, weight = next(refs(case.argument("input"))), next(refs(case.argument("weight")))
     shape = _convolution_shape(case, source, weight)
     rates = case.rates.of_convolution(case.element_bytes(case.result))
-    is_as_wanted = case.rates.is_cpu or bool(case.graph.images)  # passed in channels_last
-    transposes = shape.element_bytes < 4 and not is_as_wanted
+    is_nchw = not case.graph.images  # images are passed in channels_last
+    transposes = shape.element_bytes < 4 and is_nchw and not case.rates.is_cpu
     extra = kernels.layout_change_seconds(shape, rates=rates) if transposes else 0.0
     own = learned = 0.0
     forward, backward = (

@@ -1,4 +1,4 @@
-"""Turns an op that only moves bytes into seconds: its kernels, and how they read memory."""
+"""Prices ops that only move bytes: by each kernel's bytes and its share of the bandwidth."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def traffic_seconds(case: OpCase) -> OpSeconds:
     Views move nothing. If the op computes an exponential per element, the rate of exponentials may
     be the limit (on a CPU).
     """
-    is_learned = bool(case.op.inputs) and all(
+    learns_weights_only = bool(case.op.inputs) and all(
         case.is_weight(name) for name in case.op.inputs if case.needs_gradient(name)
     )
     forward = _kernel_seconds(case, MovedBytes(forward_bytes(case), _access(case)))
     if not case.needs_gradient(case.result):
         return OpSeconds(forward=forward)
     backward = sum(_kernel_seconds(case, moved) for moved in _backward_kernels(case))
-    if is_learned:
+    if learns_weights_only:
         return OpSeconds(forward=forward, weight_gradient=backward)
     return OpSeconds(forward=forward, input_gradient=backward)
 
@@ -92,7 +92,7 @@ def _is_strided(case: OpCase, name: str) -> bool:
 
 
 def is_permuted(graph: Graph, name: str) -> bool:
-    """Whether a tensor is a view of another whose dims were put in another order."""
+    """Whether a tensor is a view of another one, with its dims in another order."""
     made_by = graph.index.made_by
     while (op := made_by.get(name)) and (rule := rule_of(op.target)).traffic is Traffic.NONE:
         if rule.permutes:
@@ -178,8 +178,8 @@ def backward_bytes(case: OpCase) -> int:
 def cast_seconds(case: OpCase) -> OpSeconds:
     """Return the seconds of kernels that cast the factors of a linear layer to float8.
 
-    `CastBytes` has what they move per element. Leaves out what fusion can save (the kernel that
-    makes a factor may also find its largest element), and the bytes of the scales.
+    `CastBytes` lists the bytes that they move per element. Leaves out the bytes of the scales, and
+    that a kernel which makes a factor may also find its largest element.
     """
     if case.float8 is Float8.NONE:
         return OpSeconds(forward=0.0)

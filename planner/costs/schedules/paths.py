@@ -1,4 +1,4 @@
-"""Finds the critical path of a pipeline: the longest chain of actions, each waiting for another.
+"""Finds the critical path of a pipeline: the longest chain of actions that wait for each other.
 
 Whatever the stages' seconds are, a schedule takes at least as long as any chain, and exactly as
 long as the longest one. The number of times that a chain passes each action is fixed, so its length
@@ -201,9 +201,9 @@ def _longest_gpipe(shape: PipelineShape, times: Floats) -> Chain:
 def _with_ends(
     chain: Chain, times: Floats, reduction_seconds: Sequence[float]
 ) -> tuple[Chain, ...]:
-    """Return the chain, and the one that ends on the rank whose reductions end last.
+    """Return the chain, and one that ends on the rank whose reductions end last.
 
-    It leaves out one backward of each earlier rank: they are assumed to follow without a wait.
+    The second chain lacks a backward of each earlier rank, as if these followed without a wait.
     """
     backward = times[:, 1] + times[:, TRANSFER]
     passed = [0.0, *accumulate(backward[:-1])]

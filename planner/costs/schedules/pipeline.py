@@ -195,10 +195,10 @@ def _idle(
     stages: Sequence[StageSeconds],
     found: PipelineSeconds,
 ) -> Iterator[tuple[float, float, float]]:
-    """Yield each rank's seconds of a microbatch, its idle seconds, and how many are at its ends.
+    """Yield each rank's seconds of a microbatch, its idle seconds, and how many are unavoidable.
 
-    At its ends, before it begins and after it has finished, a rank cannot but be idle. Other idle
-    seconds are slack, which the slowest rank uses up in later rounds.
+    Unavoidable are those before the rank begins and after it has finished. The others are slack,
+    which the slowest rank uses up in later rounds.
     """
     own = [0.0] * shape.ranks
     splits = SCHEDULES[kind].splits_backward

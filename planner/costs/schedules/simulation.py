@@ -65,23 +65,6 @@ _KINDS = len(ActionKind)
 _FORWARD, _, _, _WEIGHTS = range(_KINDS)
 
 
-def even_stages(
-    stages: int,
-    *,
-    forward_seconds: float,
-    input_gradient_seconds: float,
-    weight_gradient_seconds: float,
-) -> tuple[StageSeconds, ...]:
-    """Return equal stages whose full backward takes as long as its two halves."""
-    one = StageSeconds(
-        forward_seconds=forward_seconds,
-        backward_seconds=input_gradient_seconds + weight_gradient_seconds,
-        input_gradient_seconds=input_gradient_seconds,
-        weight_gradient_seconds=weight_gradient_seconds,
-    )
-    return (one,) * stages
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Prepared:
     """A schedule as a table: a column for each rank, a row for actions that run in parallel.

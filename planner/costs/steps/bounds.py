@@ -44,7 +44,7 @@ from autopar.planner.costs.steps.state import float8_parts
 class Shared:
     """Bytes of parameters and gradients of some layers, in total and of each of `count` equal ones.
 
-    `borders` stages of these layers begin with an equal layer, and as many end with one.
+    At least `borders` stages begin with one of the equal layers, and as many end with one.
     """
 
     parameter_bytes: int
@@ -177,16 +177,16 @@ class DataBound:
         return self._overlapped(computing_seconds, reduced) - computing_seconds
 
     def most_reduced(self, layers_bytes: Sequence[int], bucket_bytes: int) -> float:
-        """Return the most bytes of gradients in one bucket, from those of each layer.
+        """Return the most fp32 bytes of gradients that a bucket can send, from those of each layer.
 
-        A bucket is full once it has its size, so it has less than that and one layer. Of a layer,
-        no more bytes are sent than it has; of a bucket's size, a share.
+        A bucket is sent once it is full, so it has less than its size plus one layer. Compression
+        sends a share of fp32 bytes; a layer that is not compressed sends 1 ÷ share times as much.
         """
         share = self.arrangement.compression.share or 1.0
         return min(sum(layers_bytes), bucket_bytes + max(layers_bytes) / share)
 
     def most_gathered(self, layers_bytes: Sequence[int], bucket_bytes: int) -> float:
-        """Return the most bytes of parameters in one bucket, likewise."""
+        """Return the most bytes of parameters in one bucket, by the same argument."""
         return min(sum(layers_bytes), (bucket_bytes + max(layers_bytes)) / self.least_share)
 
     def each_reduction(self, gradient_bytes: int, most_bytes: float) -> float:
@@ -217,7 +217,7 @@ class DataBound:
     def updating(self, trainable: int) -> float:
         """Return the least optimizer seconds of the rank that has most trainable elements.
 
-        Of several stages, each is updated alone, and may fit in the cache: then the result is 0.
+        0 if ranks have several stages: each is updated by itself, and might fit in the cache.
         """
         arrangement, host = self.arrangement, self.groups.host
         if arrangement.stages_per_rank > 1 and not arrangement.offload.has_states:

@@ -177,8 +177,8 @@ def optimizer_seconds(
     The copies of 16-bit training: the new weight is read in fp32 and written in 16 bits (6 bytes),
     and fp16 unscales the gradient (8 bytes).
 
-    `is_fused` means the frameworks of published runs. Their step writes the 16-bit weight itself (2
-    bytes). Clipping is not counted for them: with it the runs are predicted worse (median error 6.1
+    If `is_fused`, as in the frameworks of published runs, the step writes the 16-bit weight itself
+    (2 bytes), and clipping is not counted: with it these runs are predicted worse (median error 6.1
     % instead of 5.3 %; 5.5 % with the constants of framework.toml fitted anew, on rows held out).
 
     Leaves out the launches of many small parameters. A profile measures the time per element on
@@ -250,8 +250,8 @@ def host_outer_seconds(
         seconds  =  parameters · (44 ÷ memory + 12 ÷ link)
 
     The last common parameters are fetched for the change, the mean change is copied to the host,
-    and the new common parameters are fetched: 4 bytes each. A part of the model that is sent while
-    replicas train on is copied there as it was sent, and fetched again: 20 ÷ link.
+    and the new common parameters are fetched: 4 bytes each. If parts of the model are sent while
+    replicas train on, a part as it was before is also copied to the host and back: 20 ÷ link.
     """
     memory = host.memory_bytes_per_second * constants.host_memory_share
     link = host.bytes_per_second * constants.host_link_share
@@ -276,7 +276,7 @@ def to_host_byte_seconds(
 def from_host_byte_seconds(
     arrangement: Arrangement, constants: FrameworkConstants, host: HostShare
 ) -> float:
-    """Return the seconds to fetch a parameter byte of a gather; the host has it in fp32."""
+    """Return the seconds to fetch a byte of gathered parameters; the host has them in fp32."""
     if not arrangement.shards_on_host:
         return 0.0
     wide = 2 if arrangement.precision.is_half else 1

@@ -32,7 +32,7 @@ class LayerLoad:
     backward_seconds: float
     parameter_bytes: float
     gradient_bytes: float
-    whole_gradient_bytes: float = 0.0  # of these, what compression sends whole
+    whole_gradient_bytes: float = 0.0  # of these, the bytes that compression sends whole
     thin_gradient_bytes: float = 0.0  # of the others, as PowerSGD sends them
     float8_weights: tuple[tuple[int, int], ...] = ()  # rows and elements; gathered in float8
 
@@ -72,10 +72,11 @@ def summing(
 ) -> Seconds:
     """Return a function from the bytes of gradients that are sent to the seconds of their sum.
 
-    Each rank of `parts` gets a part of the sum, by a reduce-scatter. Then the ranks of `copies` add
-    up the same part, by an all-reduce. If losses are kept, an all-to-all and an all-gather take the
-    place of the all-reduce, and without copies, an all-to-all that of the reduce-scatter. With
-    copies the reduce-scatter sends fp32. The sum of thin matrices is not divided.
+    Each rank of `parts` gets a part of the sum, by a reduce-scatter; None if the sum is not
+    divided. Then the ranks of `copies` add up equal parts, by an all-reduce. If ranks keep the
+    errors of compression, an all-to-all and an all-gather replace the all-reduce, and the
+    reduce-scatter sends fp32; without copies, an all-to-all replaces it. The thin matrices of
+    PowerSGD are summed by all-reduces, and not divided.
     """
     if compression.is_low_rank:
         first = () if parts is None else (timed(Collective.ALL_REDUCE, parts),)

@@ -33,7 +33,7 @@ from autopar.planner.precision import GRADIENT_BYTES, Compression, Precision
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepeatedLayers:
-    """Consecutive equal layers, with what the time of their data-axis collectives depends on."""
+    """A run of equal layers, with the facts that the time of data-axis collectives depends on."""
 
     load: LayerLoad
     statistics: Statistics
@@ -44,9 +44,9 @@ class RepeatedLayers:
 class LayerWork:
     """Equal layers in a backward.
 
-    ZeRO-3 has already gathered the layer whose backward comes `next`. `beside_bytes` are saved on
-    the host by the nearest layer before: they are on their way there during this layer's forward,
-    and on their way back during its backward.
+    `next` is the layer whose backward follows: ZeRO-3 has already gathered it. `beside_bytes` are
+    saved on the host by the nearest layer before that saves there. They are copied to the host
+    during this layer's forward, and back during its backward.
     """
 
     cost: LayerCost
@@ -75,14 +75,14 @@ class StageLoad:
     replicated_gradient_bytes: int
     whole_gradient_bytes: int
     thin_gradient_bytes: int
-    float8_weights: tuple[tuple[int, int], ...]  # rows, and elements of all weights with so many
+    float8_weights: tuple[tuple[int, int], ...]  # rows, elements of all weights of so many rows
     deferred_bytes: int
     host_saved_bytes: int
     host_wait_seconds: float
     works: tuple[LayerWork, ...]  # in the order of the layers
     layers: tuple[RepeatedLayers, ...]
     gradient_seconds: float = 0.0  # of casting and adding up the gradients, part of a backward
-    staying_bytes: int = 0  # of host_saved_bytes of a microbatch: not copied before its backward
+    staying_bytes: int = 0  # of host_saved_bytes: not copied, because the backward comes at once
 
     @property
     def seconds(self) -> float:
@@ -131,7 +131,6 @@ _SUMMED = {one.name for one in fields(StageLoad)} & {one.name for one in fields(
 def stage_load(layers: Sequence[LayerCost]) -> StageLoad:
     """Return the sums over the layers of a stage; equal layers in a row are one object."""
     runs = tuple(_runs(layers))
-
     sums = {name: sum(count * getattr(cost, name) for cost, count in runs) for name in _SUMMED}
     narrow = Counter[int]()
     for cost, count in runs:
@@ -156,6 +155,7 @@ def _runs(layers: Sequence[LayerCost]) -> Iterator[tuple[LayerCost, int]]:
 
 
 def _works(runs: Sequence[tuple[LayerCost, int]]) -> Iterator[LayerWork]:
+    """Yield the first layer of each run, whose `next` is of the run before, then the others."""
     before: LayerCost | None = None
     beside = 0
     for cost, count in runs:
@@ -362,9 +362,9 @@ def outer_seconds(
         sent      =  all-reduce of a part of the model, in fp32, over the replicas · parts
                      ÷ local steps
 
-    44 of the 120 bytes are moved in the host's memory if the outer optimizer is there, which adds
-    its copies. Parts of the model count as equally large. Running statistics of norms are left out,
-    and what messages slow down while they are sent beside local steps.
+    If the outer optimizer is on the host, 44 of the 120 bytes are moved in the host's memory, and
+    copies are added. Parts of the model count as equally large. Leaves out running statistics of
+    norms, and that messages beside local steps slow these down.
     """
     if not arrangement.is_local:
         return OuterSeconds(computed=0.0, sent=0.0)
@@ -388,9 +388,9 @@ def sent_bytes(
 ) -> float:
     """Return the bytes of gradients as they are sent, from those of fp32.
 
-    By PowerSGD, `thin_bytes` are sent of all but `whole_bytes`. Gradients that tensor ranks or
-    stages add up (`whole_bytes`) are sent whole if losses are kept: the loss of a partial sum would
-    differ between these ranks.
+    PowerSGD sends `thin_bytes` in place of all but `whole_bytes`. The latter are the gradients that
+    tensor ranks or stages add up: if ranks keep the errors of compression, they are sent whole,
+    because the errors of partial sums would differ between these ranks.
     """
     if compression.is_low_rank:
         return whole_bytes + thin_bytes

@@ -215,19 +215,20 @@ def _sharded(loads: Sequence[LayerLoad], groups: DataGroups, microbatches: int) 
     )
 
 
-_CAST_BYTES = 27  # to cast an element: fp32 (6), scaled (8), clamped (8), in float8 (5)
-_SPARED_BYTES = 6  # of casts that a layer is priced with: 5 in the forward, and 3, not 2 to turn it
+_CAST_BYTES = 27  # to cast an element: to fp32 (6), scale it (8), clamp it (8), to float8 (5)
+# Of a gathered element that is already in float8. `cast_seconds` counts 5 to cast it in the forward
+# and 3 in the backward, but the forward takes none, and the backward 2 to transpose it.
+_SPARED_BYTES = 6
 
 
 def _casting_seconds(load: LayerLoad, groups: DataGroups) -> float:
-    """Return how much longer it takes to cast parts of weights for gathers than whole weights.
+    """Return how much longer it takes to cast parts of weights before gathers than whole weights.
 
         elements · max(0, 2 gathers · 27 ÷ ranks − 6) bytes ÷ bandwidth
 
-    Kernels of torchao cast each part, one after another, which is not compiled: to fp32, by the
-    scale, to the range of float8, to float8 (`hp_tensor_and_scale_to_float8`, `to_fp8_saturated`).
-    Then layers do not cast whole weights; but their price says so (`cast_seconds`), and backwards
-    turn weights (`Float8`). Leaves out the time that this spares from 10 ranks on.
+    Each rank casts its part before every gather, by four uncompiled kernels of torchao
+    (`hp_tensor_and_scale_to_float8`, `to_fp8_saturated`). So layers need not cast whole weights,
+    which their price includes. From 10 ranks on this is faster, which is left out.
     """
     moved = 2 * _CAST_BYTES / max(1, groups.float8_parts) - _SPARED_BYTES
     elements = float8_elements(load, groups.float8_parts)

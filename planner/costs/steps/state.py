@@ -1,7 +1,7 @@
 """Sums what a rank holds throughout a step: parameters, gradients, optimizer states.
 
-ZeRO divides them between the shard ranks, and offload moves them to the host's memory. Two
-questions follow: when ZeRO spares nothing, and when no rank can keep what compression loses.
+ZeRO divides them between the shard ranks, and offload moves them to the host's memory. Also tells
+when ZeRO spares nothing, and when no rank can keep the errors of compression.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class GatheredParameters(Protocol):
 
 
 def float8_parts(arrangement: Arrangement) -> int:
-    """Return of how many parts ZeRO-3 gathers weights of float8 products in float8.
+    """Return from how many parts ZeRO-3 gathers the weights of float8 products in float8.
 
-    0 if it gathers them as they are: from the host, or with other scales.
+    0 if it gathers them as they are, because they come from the host or have other scales.
     """
     is_here = arrangement.divided.divides_parameters and not arrangement.shards_on_host
     return arrangement.shard if arrangement.float8.gathers and is_here else 0
@@ -61,12 +61,12 @@ def float8_elements(load: GatheredParameters, parts: int) -> int:
 
 
 def gathered_bytes(load: GatheredParameters, *, float8_parts: int) -> float:
-    """Return the bytes of parameters as they are gathered: an element in float8 takes one less."""
+    """Return the bytes of parameters as they are gathered; an element in float8 saves one byte."""
     return load.parameter_bytes - float8_elements(load, float8_parts)
 
 
 def reduced_state_bytes(totals: ParameterTotals, arrangement: Arrangement) -> int:
-    """Return parameters, gradients and states on a rank, when all gradients have been reduced."""
+    """Return the bytes of parameters, gradients and states when all gradients have been reduced."""
     lasting = _lasting_gradient_bytes(totals.gradient_bytes, arrangement)
     stays = not arrangement.offload.has_states
     reduced = stays * own_part(totals.gradient_bytes, arrangement)
@@ -88,8 +88,9 @@ def host_bytes(totals: ParameterTotals, arrangement: Arrangement) -> int:
         this rank's part of (states + fp32 weights + gradients)
 
     With 16-bit weights, states include the fp32 weights. fully_shard has its parts of frozen
-    parameters there, too. Without it, the gradients of several microbatches are added on the host,
-    and arriving ones take up to 32 MiB more. If only the outer optimizer is there, its state is.
+    parameters there, too. Without fully_shard, the gradients of several microbatches are added on
+    the host, and arriving ones take up to 32 MiB more. If only the outer optimizer is on the host,
+    this is its state.
     """
     if arrangement.offload.has_outer:
         size_bytes = ceil(_outer_copies(arrangement) * totals.gradient_bytes)
@@ -129,9 +130,10 @@ def state_by_category(
 
 
 def _optimizer_bytes(size_bytes: int, gradient_bytes: int, arrangement: Arrangement) -> int:
-    """Return the optimizer's states, and the outer optimizer's: fp32 as gradients are.
+    """Return the bytes of the optimizer's and the outer optimizer's states on the device.
 
-    Wherever the outer state is, the device has the change of a part that is on its way.
+    Outer states are fp32, as gradients are. Even if they are on the host, the device has the change
+    of the part of the model that is being sent.
     """
     outer = 0 if arrangement.offload.has_outer else _outer_copies(arrangement)
     size_bytes += ceil((outer + _share_on_its_way(arrangement)) * gradient_bytes)
@@ -142,7 +144,7 @@ def _optimizer_bytes(size_bytes: int, gradient_bytes: int, arrangement: Arrangem
 def _outer_copies(arrangement: Arrangement) -> float:
     """Return how many fp32 copies of the parameters outer steps keep in one memory.
 
-    They are the outer optimizer's state, and a part that is on its way, as it was when it was sent.
+    These are the outer optimizer's states, and the part that is being sent, as it was before.
     """
     return arrangement.outer.copies + _share_on_its_way(arrangement)
 
@@ -156,7 +158,7 @@ def _lasting_gradient_bytes(size_bytes: int, arrangement: Arrangement) -> int:
     """Return the gradients that are allocated during a forward.
 
     Earlier microbatches left them, or they lie in buckets, which stay allocated. None stay if they
-    go to the host. Counts what compression has lost of earlier ones, too.
+    go to the host. The errors of compression count with them.
     """
     is_clear = arrangement.is_one_pass and not arrangement.keeps_buckets
     if is_clear or arrangement.offload.has_states:
@@ -166,12 +168,13 @@ def _lasting_gradient_bytes(size_bytes: int, arrangement: Arrangement) -> int:
 
 
 def _lost_bytes(size_bytes: int, arrangement: Arrangement) -> int:
-    """Return what compression has lost of gradients so far, which a rank keeps.
+    """Return the bytes of the errors of compression, which a rank adds to its next gradients.
 
-        its part + a piece of it ÷ the ranks that exchange pieces
+        sent bytes + sent bytes ÷ the ranks that exchange pieces
 
-    The part is all gradients, or if ZeRO-1 has copies, what is exchanged with them. The piece is of
-    the mean, and is not kept if the rank's optimizer alone needs it. By PowerSGD, the part is all.
+    A rank sends all gradients, or its part of them if ZeRO-1 has copies. It also sends its piece of
+    the mean to the others, unless its optimizer alone needs this piece. PowerSGD only has the error
+    of what a rank sends.
     """
     if not arrangement.compression.keeps_lost:
         return 0
@@ -197,7 +200,10 @@ def _parameter_bytes(size_bytes: int, trainable: int, arrangement: Arrangement) 
 
 
 def _sharded_bytes(size_bytes: int, trainable: int, arrangement: Arrangement) -> int:
-    """Return the bytes of parameters that fully_shard divides, without trained ones' fp32 copy."""
+    """Return the bytes of parameters that fully_shard divides, without the optimizer's fp32 ones.
+
+    It holds parameters in fp32. In 16-bit training, the trained ones count with the optimizer.
+    """
     is_half = arrangement.precision.is_half
     return 2 * max(0, size_bytes - 2 * trainable) if is_half else size_bytes
 
@@ -207,7 +213,7 @@ def _part(size_bytes: int, ranks: int, is_divided: bool) -> int:
 
 
 def lasting_bytes(loads: Sequence[ParameterTotals], arrangement: Arrangement) -> int:
-    """Return what stages hold throughout a step: their state, and the copy of a bucket."""
+    """Return what stages hold throughout a step: their state, and the sent copy of a bucket."""
     return sum(state_by_category(loads, arrangement)) + sent_bucket_bytes(loads, arrangement)
 
 
@@ -232,11 +238,11 @@ def own_part(gradient_bytes: int, arrangement: Arrangement) -> int:
 
 
 def loses_unkept(arrangement: Arrangement) -> bool:
-    """Whether compression would lose something of gradients that no rank could keep.
+    """Whether compression would make errors that no rank can keep for its next gradients.
 
     fully_shard and the host's memory take gradients in every backward, and no rank has them whole
-    afterwards. In fp16 the loss scale changes from step to step, and with it what losses mean.
-    Replicas that take local steps would keep what they lost under the same names.
+    afterwards. In fp16 the loss scale changes from step to step, and errors with it. Replicas that
+    take local steps would store their errors under the same names.
     """
     takes_each = arrangement.reduces_each or arrangement.zero.shards_modules
     is_unkept = takes_each or arrangement.precision.scales_loss or arrangement.is_local

@@ -132,11 +132,12 @@ def step_of(
 
 
 def _outer_hidden_seconds(step: StepTerms) -> float:
-    """Return a local step's share of what is sent beside local steps, of parts of the model.
+    """Return how many seconds of a local step's share of messages run beside local steps.
 
         min(sent, step · parts · (local steps of a part − 1) ÷ local steps)
 
-    The step counts without outer steps. Each part is applied before the next is sent.
+    `step` is without outer steps. A part is sent after the part before it has been applied. A model
+    that is sent whole is sent between local steps: 0.
     """
     parts, steps = step.arrangement.outer_parts, step.arrangement.sync_every
     if parts == 1:

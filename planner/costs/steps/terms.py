@@ -40,7 +40,7 @@ class StepTerms:
     tied_seconds: float
     optimizer_seconds: float
     outer: OuterSeconds
-    outer_hidden_seconds: float  # what is sent of parts of the model beside local steps
+    outer_hidden_seconds: float  # of a local step's share of `outer.sent`: beside local steps
     framework_step_seconds: float  # the host's work once per step
     framework_action_seconds: float  # the host's work for each forward or backward
     scheduled: tuple[StageSeconds, ...]  # of a microbatch, as the schedule runs each stage
@@ -63,7 +63,7 @@ class StepTerms:
 
     @property
     def outer_delay(self) -> int:
-        """For how many local steps a part of the model is sent: enough, or as many as there are."""
+        """The local steps during which a part of the model is sent; fewer than a part has."""
         arrangement = self.arrangement
         if arrangement.outer_parts == 1:
             return 0

@@ -52,7 +52,7 @@ def keeps_of(
     """
     held: dict[tuple[int, str], list[_Held]] = defaultdict(list)
     for i, node in enumerate(nodes):
-        for name in pricer.kept(node.op).seen:
+        for name in pricer.kept(node.op).names:
             root = pricer.memory.root(name)
             held[node.layer_class, root].append((i, name, _layouts(node, name)))
     for holders in held.values():

@@ -36,8 +36,8 @@ class KeptOfOp(Protocol):
     """What an op saves for the backward."""
 
     @property
-    def seen(self) -> tuple[str, ...]:
-        """The operands and results of the op that it saves."""
+    def names(self) -> tuple[str, ...]:
+        """The operands and results that the op saves."""
 
     def own_bytes(self, split: OpSplit | None) -> int:
         """Return the bytes of the saved masks and statistics, which are no tensors of the graph."""

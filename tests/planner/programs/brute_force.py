@@ -91,7 +91,7 @@ class BruteForce:
                         strict=True,
                     )
                 )
-                for name in kept_here.seen:
+                for name in kept_here.names:
                     if (name, layouts[name].axis) not in kept:
                         kept.add((name, layouts[name].axis))
                         size += self.pricer.memory_bytes(name, layouts[name], self.degree)

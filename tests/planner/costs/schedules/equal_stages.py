@@ -1,4 +1,23 @@
-"""Step seconds of schedules on equal stages, as published."""
+"""Equal stages, and the step seconds of schedules on them, as published."""
+
+from autopar.planner.costs.schedules.simulation import StageSeconds
+
+
+def even_stages(
+    stages: int,
+    *,
+    forward_seconds: float,
+    input_gradient_seconds: float,
+    weight_gradient_seconds: float,
+) -> tuple[StageSeconds, ...]:
+    """Return equal stages whose full backward takes as long as its two halves."""
+    one = StageSeconds(
+        forward_seconds=forward_seconds,
+        backward_seconds=input_gradient_seconds + weight_gradient_seconds,
+        input_gradient_seconds=input_gradient_seconds,
+        weight_gradient_seconds=weight_gradient_seconds,
+    )
+    return (one,) * stages
 
 
 def gpipe_step_seconds(

@@ -20,14 +20,10 @@ from autopar.planner.costs.schedules.pipeline import (
     uneven_gpipe_step_seconds,
     uneven_one_f_one_b_least_seconds,
 )
-from autopar.planner.costs.schedules.simulation import (
-    StageSeconds,
-    Transfer,
-    even_stages,
-    simulate,
-)
+from autopar.planner.costs.schedules.simulation import StageSeconds, Transfer, simulate
 from tests.cells import examples
 from tests.planner.costs.schedules.equal_stages import (
+    even_stages,
     gpipe_step_seconds,
     interleaved_step_seconds,
     interleaved_zero_bubble_step_seconds,

@@ -26,7 +26,7 @@ class RandomCost:
 class RandomKept:
     """What the rules say is kept; no masks."""
 
-    seen: tuple[str, ...]
+    names: tuple[str, ...]
 
     def own_bytes(self, split: OpSplit | None) -> int:
         return 0 if split is None else 1
@@ -68,7 +68,7 @@ class RandomPricer:
         given = dict(op.arguments)
         names = [n for entry in rule_of(op.target).saves for n in refs(given.get(entry.what))]
         seen = [n for n in dict.fromkeys(names) if self.graph.tensors[n].origin is TensorOrigin.OP]
-        return RandomKept(seen=tuple(seen))
+        return RandomKept(names=tuple(seen))
 
     def tensor_bytes(self, name: str, layout: Layout, degree: int) -> int:
         size = _numel(self.graph.tensors[name].shape, self.batch)
