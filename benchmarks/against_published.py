@@ -134,7 +134,7 @@ def compared(row: Row, most_seconds: float) -> Compared:
     constraints = Constraints(global_batch=stated(row.global_batch))
     explorer = Explorer(subject, cluster, constraints)
     modes = frozenset({settings.remade.recompute, settings.remade.second})
-    bucket = explorer.judge.demands.bucket_bytes[0]
+    bucket = explorer.solver.demands.bucket_bytes[0]
     arrangement = replace(settings.arrangement, bucket_bytes=bucket, compression=Compression.NONE)
     if arrangement.zero.value == 0:
         arrangement = replace(arrangement, shard=arrangement.data)
@@ -173,8 +173,8 @@ def _solved(
     explorer: Explorer, arrangement: Arrangement, modes: frozenset[Recompute]
 ) -> Candidate | None:
     layers = len(explorer.subject.layers.layers)
-    demands = replace(explorer.judge.demands, modes=(modes,) * layers)
-    return explorer.judge.under(demands).solve(arrangement).candidate
+    demands = replace(explorer.solver.demands, modes=(modes,) * layers)
+    return explorer.solver.under(demands).solve(arrangement).candidate
 
 
 def _line(one: Compared) -> str:

@@ -137,7 +137,6 @@ def _divided(
         degree=shape.ranks,
         shape=shape,
         rules=_rules(found, is_sequence_parallel=is_sequence_parallel),
-        microbatches=1,
     )
     solution = LayoutProgram(asked, Budget()).fastest()
     slots = find_slots(found.graph, found.axes, found.layers)

@@ -276,7 +276,7 @@ class LayerCost:
     optimizer_bytes: int
     replicated_gradient_bytes: int  # of R parameters: all-reduced over the tensor axis once a step
     measured_seconds: float  # the measured part of forward and backward; the rest is by formula
-    whole_gradient_bytes: int = 0  # of R parameters and tied weights: never compressed
+    whole_gradient_bytes: int = 0  # of R parameters and tied weights: int8 and PowerSGD send fp32
     thin_gradient_bytes: int = 0  # of the other gradients, as PowerSGD sends them
     # rows and elements of each weight that can be gathered in float8 instead of 16 bits
     float8_weights: tuple[tuple[int, int], ...] = ()

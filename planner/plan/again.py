@@ -36,7 +36,8 @@ GraphParts: TypeAlias = tuple[GraphAxes, Layers]
 def parts_of(plan: Plan, *, where: str, known: GraphParts | None = None) -> GraphParts:
     """Return a plan's axes and layers; raise one error that lists all faults of its layouts.
 
-    `where` names the plan's file in messages, `known` are those of its graph, if they are known.
+    `where` names the plan's file in messages. `known` are the axes and layers of its graph, if they
+    have been found before.
     """
     axes, layers = known or graph_parts(plan.graph)
     faults = list(layout_faults(plan, axes, layers))
@@ -182,7 +183,6 @@ def _pattern(call: str, plan: Plan) -> str:
     return ".".join("*" if part.isdecimal() else part for part in path.split("."))
 
 
-RESIZED_ORIGIN = "the plan"
 # Of contradicting demands, the first in this order is dropped. Data ranks come first: another
 # number of them computes the same, whereas tensor and pipeline ranks save memory.
 _DROPPED = (
@@ -220,10 +220,7 @@ def resized_constraints(plan: StoredPlan, devices: int) -> ResizedConstraints:
     }
     declared = (
         *plan.constraints,
-        *(
-            declare(place, value, origin=RESIZED_ORIGIN, where=place)
-            for place, value in same.items()
-        ),
+        *(declare(place, value, origin=ORIGIN, where=place) for place, value in same.items()),
     )
 
     def is_feasible(some: Sequence[Declared]) -> bool:

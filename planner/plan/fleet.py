@@ -17,9 +17,8 @@ from autopar.planner.layers import Layers
 from autopar.planner.plan.declared.constraints import Constraints, Objective
 from autopar.planner.plan.declared.limits import completed, with_batch
 from autopar.planner.plan.plan import Model, Plan
-from autopar.planner.plan.search.best_first import FoundLeaf, SearchNode, Unproved, best_first
-from autopar.planner.plan.search.points import SearchItem
-from autopar.planner.plan.search.search import Explorer, search
+from autopar.planner.plan.search.best_first import FoundLeaf, SearchNode, best_first
+from autopar.planner.plan.search.search import Entry, Explorer, search
 from autopar.planner.plan.solving.candidate import Candidate
 from autopar.planner.plan.solving.costing import SearchSubject
 from autopar.planner.plan.solving.prices import Prices
@@ -185,10 +184,10 @@ def choose(curve: Curve, constraints: Constraints) -> ChosenPoint:
 
 def _check_prices(curve: Curve, constraints: Constraints) -> None:
     asked = constraints.budget_usd is not None
-    nameless = [one.plan for one in curve.points if one.plan.machines.usd_per_hour is None]
-    if asked and nameless:
+    unpriced = [one.plan for one in curve.points if one.plan.machines.usd_per_hour is None]
+    if asked and unpriced:
         raise InputError(
-            f"a budget is given, but no price of {nameless[0].machines.device} is known",
+            f"a budget is given, but no price of {unpriced[0].machines.device} is known",
             fix="give usd_per_hour to the device in a cluster file (docs/cluster-file.md)",
         )
 
@@ -328,8 +327,6 @@ _MOST_COUNTS = 4  # numbers of devices that are tried
 _MOST_NODES = 100  # nodes of the search for each
 _LEAST_SAVED = 0.1  # of the devices: a smaller saving is within the error of predictions
 _SHARE_OF_PEAK = 0.9  # no training exceeds it
-
-Entry = SearchNode[SearchItem] | FoundLeaf[Candidate] | Unproved
 
 
 def fewer_as_fast(

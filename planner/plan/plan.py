@@ -226,7 +226,7 @@ class StoredPlan:
     model: Model
     machines: PlannedMachines
     objective: str
-    constraints: tuple[Declared, ...]  # the user's and the model's; of equal places the last holds
+    constraints: tuple[Declared, ...]  # the user's and the model's; the last one for a place holds
     arrangement: Arrangement
     stages: tuple[PlannedStage, ...]
     classes: tuple[ClassLayouts, ...]

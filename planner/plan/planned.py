@@ -155,8 +155,8 @@ def plan_training(
     """Find the best plan on each cluster, and choose one of them; the cache keeps the answer.
 
     If the cache does not have it, `on_search` is called, and `on_found` before the answer is kept.
-    `workers` are other processes that find prices ahead of the search, by default one for each idle
-    core; they change nothing but its time.
+    `workers` is the number of other processes that find prices ahead of the search, by default one
+    for each idle core. They only make it faster.
     """
     question = _search_question(training, demands)
     known = cache.find(CachedSearch, question)
@@ -201,7 +201,7 @@ def _searched(
 
 
 def _prices_key(training: Training, key: LayoutKey | LeastKey) -> tuple[object, ...]:
-    """Return the key in the cache: everything that what is known of `key` depends on."""
+    """Return the key in the cache of prices: `key`, and everything else that they depend on."""
     asked = training.constraints
     return (*_priced(training), asked.precision, asked.float8, asked.compile, key)
 

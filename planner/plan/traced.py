@@ -131,7 +131,7 @@ def with_planned_graph(plan: StoredPlan, traced: TracedModel, path: Path) -> Pla
             where=str(path),
             expected="what it reads (a library, a configuration, an environment variable) as it "
             "was when it was planned",
-            fix="plan again with `autopar plan`, or bring that back",
+            fix="plan again with `autopar plan`, or restore what has changed",
         )
     return with_graph(plan, traced.graph)
 
@@ -146,7 +146,7 @@ def planned_file(plan: StoredPlan, folder: Path) -> ModelFile:
 
 
 def check_functions(plan: StoredPlan, file: ModelFile) -> None:
-    """Raise if a model file has not the functions that were planned for."""
+    """Raise if a model file lacks functions that the plan was made with, or has others."""
     for fact, function in (
         ("has_loss", file.loss),
         ("has_dataset", file.build_dataset),

@@ -102,7 +102,7 @@ def _barred(barring: Sequence[Declared]) -> tuple[str, ...]:
     if not barring:
         return ()
     it, forbid = ("it", "forbids it") if len(barring) == 1 else ("them", "forbid it")
-    return (f"{conflict_text(barring)} {forbid}; what it would be without {it}:",)
+    return (f"{conflict_text(barring)} {forbid}; without {it}:",)
 
 
 def _has(arrangement: Arrangement, pins: Constraints) -> bool:

@@ -108,7 +108,7 @@ class GrowingProgram:
         Infinite if no values satisfy the rows; None at the limit of iterations. The first solve has
         no optimum to start from, so it uses the primal simplex, which is then twice as fast as the
         dual. Later solves start from the last optimum: the dual needs few iterations for new rows.
-        Where one gets lost in rounding, the other begins anew.
+        If rounding errors stop one of them, the other starts anew.
         """
         self._hand_over()
         self._highs.setOptionValue("objective_bound", enough)

@@ -96,7 +96,8 @@ class Infeasible:
 class Unfinished:
     """The limit of nodes was reached; if a solution was found, the variables have its values.
 
-    `objective` is None without a solution, `bound` (of all assignments) if the solver reports none.
+    `objective` is None if no solution was found, `bound` (at most the optimum) if the solver does
+    not report one.
     """
 
     objective: float | None
@@ -178,7 +179,7 @@ class Matrix:
 
     @classmethod
     def of(cls, program: pulp.LpProblem) -> Matrix:
-        """Return what a program had when it was last read; read it anew if it has changed."""
+        """Return the matrix of a program; it is built anew only if rows or columns have changed."""
         known: Matrix | None = getattr(program, "matrix", None)
         if known is None or not known._is_of(program):
             program.checkDuplicateVars()

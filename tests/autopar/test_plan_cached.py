@@ -128,7 +128,7 @@ def test_what_an_earlier_search_found_is_not_found_again(
         solve = getattr(LayoutProgram, name)
 
         def watched(program: LayoutProgram, name: str = name, solve: Any = solve) -> object:
-            place = program._place
+            place = program._asked
             pricer = place.pricer
             assert isinstance(pricer, OpPricer)
             solved.append((name, place.degree, pricer.batch, pricer.compiles))

@@ -11,11 +11,12 @@ import pytest
 from autopar.codegen.emit import write_script
 from autopar.planner.costs.schedules.orders import PipelineShape
 from autopar.planner.costs.schedules.pipeline import pipeline_seconds
-from autopar.planner.costs.schedules.simulation import StageSeconds, even_stages
+from autopar.planner.costs.schedules.simulation import StageSeconds
 from autopar.planner.costs.schedules.table import ScheduleKind
 from autopar.planner.costs.steps.step import pipeline_shape
 from tests.cells import cells
 from tests.codegen.plans import pinned_plan
+from tests.planner.costs.schedules.equal_stages import even_stages
 from tests.strict.log import Event
 from tests.strict.pipelines import durations, evaluation_logs, script_logs, small_logs
 from tests.strict.replay import blocked_share, step_seconds

@@ -126,30 +126,21 @@ def least_seconds(collective: Collective, payload_bytes: float, shape: GroupShap
     return payload_bytes * least_seconds_per_byte(known, shape.ranks, shared=crossing.shared)
 
 
-def cheapest(
-    collective: Collective,
-    payload_bytes: float,
-    shape: GroupShape,
-    constants: CollectiveConstants | None = None,
-) -> PricedAlgorithm:
+def cheapest(collective: Collective, payload_bytes: float, shape: GroupShape) -> PricedAlgorithm:
     """Return the cheapest algorithm that the topology allows; ties go to the first one."""
     if shape.ranks == 1 or not payload_bytes:
         return FREE
-    found = ways(collective, payload_bytes, shape, constants)
-    return min(found, key=lambda way: way.seconds)
+    return min(ways(collective, payload_bytes, shape), key=lambda way: way.seconds)
 
 
 def ways(
-    collective: Collective,
-    payload_bytes: float,
-    shape: GroupShape,
-    constants: CollectiveConstants | None = None,
+    collective: Collective, payload_bytes: float, shape: GroupShape
 ) -> tuple[PricedAlgorithm, ...]:
     """Return every algorithm that the topology allows, with its time."""
     measured = _as_measured(collective, payload_bytes, shape)
     if measured is not None:
         return (measured,)
-    known = constants or read_collective_constants()
+    known = read_collective_constants()
     backend = shape.crossings[-1].backend
     return tuple(
         way
@@ -378,6 +369,7 @@ def _across(
     protocol: Protocol,
     constants: CollectiveConstants,
 ) -> tuple[str, float]:
+    """Return the name and time of an all-to-all as if only this level limited it."""
     share = constants.all_to_all_share(protocol)
     rate = share * crossing.bytes_per_second / crossing.members
     hop = protocol.hop(crossing.alpha_seconds)

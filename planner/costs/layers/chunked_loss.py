@@ -101,7 +101,7 @@ def _is_one_number(loss: Op, graph: Graph) -> bool:
 
 
 def _fault(op: Op, graph: Graph) -> str:
-    """Return why a product is not a linear layer that is a module of its own; "" if it is."""
+    """Return why a product is not the only op of a linear module; "" if it is."""
     call, (x, *given) = graph.calls.get(op.call), op.inputs
     if call is None or call.is_function or graph.index.ops_in[op.call] != (op,):
         return f"{op.name} is not the only op of a module"

@@ -50,7 +50,7 @@ class LayerParameters:
     gradient_bytes: int
     optimizer_bytes: int
     replicated_gradient_bytes: int  # all-reduced over the tensor axis
-    whole_gradient_bytes: int  # of these and of tied weights: never compressed
+    whole_gradient_bytes: int  # of these and of tied weights: int8 and PowerSGD send fp32
     thin_gradient_bytes: int  # of the other gradients, compressed by PowerSGD
     float8_weights: tuple[tuple[int, int], ...]  # (rows, elements) of each
     waiting_gradient_bytes: int

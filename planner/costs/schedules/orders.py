@@ -168,8 +168,8 @@ def _first_rounds(shape: PipelineShape) -> int:
 def _in_rounds(kind: ActionKind, stages: Sequence[int], shape: PipelineShape) -> list[Action]:
     """Return all actions of a kind: a round of microbatches through each stage, then the next.
 
-    A round has as many microbatches as there are ranks, if all rounds are full then. Else it has
-    microbatches ÷ ⌊microbatches ÷ ranks⌋, as in torch.
+    A round has as many microbatches as there are ranks, if that makes all rounds full. Otherwise
+    it has microbatches ÷ ⌊microbatches ÷ ranks⌋, as in torch.
     """
     per_round = shape.microbatches // shape.rounds
     return [

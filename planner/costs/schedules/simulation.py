@@ -34,6 +34,17 @@ class StageSeconds:
     input_gradient_seconds: float
     weight_gradient_seconds: float
 
+    @classmethod
+    def from_kinds(cls, seconds: Sequence[float]) -> StageSeconds:
+        """Return the times of a stage from seconds in the order of `ActionKind`."""
+        forward, backward, inputs, weights = seconds
+        return cls(
+            forward_seconds=forward,
+            backward_seconds=backward,
+            input_gradient_seconds=inputs,
+            weight_gradient_seconds=weights,
+        )
+
     @property
     def split_seconds(self) -> float:
         """The additional time of a backward in two halves."""

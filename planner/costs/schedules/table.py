@@ -156,8 +156,8 @@ SCHEDULES: Mapping[ScheduleKind, ScheduleFacts] = MappingProxyType(
 )
 
 
-_ANSWERS = (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT)  # then the inputs have gradients
-_RELEASES = (ActionKind.BACKWARD, ActionKind.WEIGHT_GRADIENT)  # then nothing is held any more
+_ANSWERS = (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT)  # after these, inputs have gradients
+_RELEASES = (ActionKind.BACKWARD, ActionKind.WEIGHT_GRADIENT)  # after these, nothing is held
 
 Counts = npt.NDArray[np.int64]  # a row for each moment, a column for each stage of the rank
 

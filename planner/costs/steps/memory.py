@@ -68,7 +68,7 @@ def most_of_microbatches(
 
 
 def _work(load: StageLoad, arrangement: Arrangement) -> PeakMemory:
-    """Return the memory of a backward besides what the stage saved, minus what it has freed.
+    """Return what a backward needs besides the stage's saved tensors, minus those it has freed.
 
     The layer with the largest need counts as if nothing were freed before it. With ZeRO-0 and 1,
     gradients of weights are added one by one to those of earlier microbatches, or fill buckets that

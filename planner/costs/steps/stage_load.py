@@ -75,7 +75,7 @@ class StageLoad:
     replicated_gradient_bytes: int
     whole_gradient_bytes: int
     thin_gradient_bytes: int
-    float8_weights: tuple[tuple[int, int], ...]  # rows, elements of all weights of so many rows
+    float8_weights: tuple[tuple[int, int], ...]  # rows, elements of all weights with these rows
     deferred_bytes: int
     host_saved_bytes: int
     host_wait_seconds: float
@@ -386,7 +386,7 @@ def outer_seconds(
 def sent_bytes(
     gradient_bytes: float, whole_bytes: float, thin_bytes: float, compression: Compression
 ) -> float:
-    """Return the bytes of gradients as they are sent, from those of fp32.
+    """Return how many bytes of gradients are sent, from their bytes in fp32.
 
     PowerSGD sends `thin_bytes` in place of all but `whole_bytes`. The latter are the gradients that
     tensor ranks or stages add up: if ranks keep the errors of compression, they are sent whole,

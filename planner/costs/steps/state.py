@@ -144,7 +144,7 @@ def _optimizer_bytes(size_bytes: int, gradient_bytes: int, arrangement: Arrangem
 def _outer_copies(arrangement: Arrangement) -> float:
     """Return how many fp32 copies of the parameters outer steps keep in one memory.
 
-    These are the outer optimizer's states, and the part that is being sent, as it was before.
+    These are the outer optimizer's states, and a copy of the part that is being sent, from before.
     """
     return arrangement.outer.copies + _share_on_its_way(arrangement)
 

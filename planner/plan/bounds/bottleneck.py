@@ -50,8 +50,8 @@ class Mode:
 class LayerBlock:
     """The most frequent equal layers, and the least seconds of each other layer.
 
-    The first mode is without recomputation. Forward and backward of an equal layer together take
-    `more_seconds` longer in each mode than the least of both.
+    The first mode is without recomputation. In each mode, forward and backward of an equal layer
+    together take `more_seconds` longer than the sum of their minima.
     """
 
     count: int
@@ -170,7 +170,10 @@ class RankCapacities:
     ranks: tuple[_Curve, ...]
 
     def least(self, weights: Sequence[float], layers: float, *, within_seconds: float) -> float:
-        """Return the least Σ weight · layers if the ranks share these layers; weights ascend."""
+        """Return the least Σ weight · layers, over all ways to share layers among the ranks.
+
+        The weights of the ranks ascend.
+        """
         total = 0.0
         for weight, curve in zip(weights, self.ranks, strict=True):
             here = min(layers, curve.whole(within_seconds))

@@ -2,9 +2,9 @@
 
 The bounds use facts about layouts inside layers: those of one layout solution, or lower limits over
 all of them.
-A layer in unsolved layouts takes at least the time of its fastest layouts, or, if these are
-unsolved, of its ops in each one's fastest split. It holds, sends, updates and recomputes at least
-what the unsplit layer does, divided evenly by the tensor ranks.
+A layer in unsolved layouts takes at least the time of its fastest layouts. If these are unsolved,
+too, it takes at least the time of its ops, each in its own fastest split. It holds, sends, updates
+and recomputes at least as much as the unsplit layer, divided evenly by the tensor ranks.
 """
 
 from __future__ import annotations
@@ -68,11 +68,11 @@ _NEVER = FittingBounds(
 
 
 class BoundKind(IntEnum):
-    """How a variant's bound accounts for memory, each sharper and slower than the one before."""
+    """How a variant's bound accounts for memory; each kind is sharper and slower than the last."""
 
     UNSOLVED = 0  # the least time and memory of any layouts, before any are solved
     OF_ANY = 1  # the time of the fastest layouts, and the least memory of any
-    TRADING = 2  # the same, but with the least time of layouts whose weights fit in the memory
+    TRADING = 2  # the same, but layouts with smaller weights are known to be slower
     OF_LAYOUTS = 3  # time and memory of the solved layouts
 
 
@@ -190,10 +190,10 @@ class Bounds:
         constants = self.questions.constants
         groups = rank_groups(self.costing.cluster_of(arrangement), arrangement)
         step = StepBound(arrangement, groups, constants, facts.totals)
-        pressed = self._pressed(arrangement, facts, step.shared(facts.block), rooms)
-        return float("inf") if pressed is _NEVER else step.seconds(pressed, facts.block)
+        fitting = self._fitting(arrangement, facts, step.shared(facts.block), rooms)
+        return float("inf") if fitting is _NEVER else step.seconds(fitting, facts.block)
 
-    def _pressed(
+    def _fitting(
         self, arrangement: Arrangement, facts: LayoutFacts, shared: LayerBlock, rooms: Rooms | None
     ) -> FittingBounds:
         """Return the least times of recomputing and of the slowest rank; `rooms` limits memory."""
@@ -275,10 +275,10 @@ class Bounds:
         return of_any(self._row(fastest, kinds), unsplit, degree=fastest.tensor)
 
     def _traded(self, arrangement: Arrangement) -> tuple[LayoutFacts, ...]:
-        """Return facts of layouts of ever smaller weights; any layouts have some of these facts.
+        """Return lower limits for groups of layouts with ever smaller weights, which cover all.
 
-        They hold for the slowest device, and if the states of all weights follow from their bytes.
-        Otherwise the result is `of_any`.
+        This needs devices of one kind, and weights whose states follow from their bytes. Otherwise
+        `of_any` is the only group.
         """
         key = layer_key(arrangement, 0), self.questions.kinds(arrangement)
         slowest = RowShare(self.costing.slowest_device, arrangement.microbatch)
@@ -294,7 +294,7 @@ class Bounds:
         return self._trading[key]
 
     def _between(self, row: Sequence[Modes], limit: WeightLimit, least_bytes: float) -> LayoutFacts:
-        """Return facts of layouts in which a layer's weights are between two limits.
+        """Return lower limits over the layouts in which a layer's weights are between two sizes.
 
         The layers are those of the largest class. Their weights take the smaller limit or more, and
         they take the seconds of the larger one or longer.

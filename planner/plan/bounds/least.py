@@ -217,9 +217,9 @@ def least_classes(
     rules: LayoutRules,
     ways: dict[str, Ways],
 ) -> tuple[LeastLayer, ...]:
-    """Return a layer's times in each class if every op has its fastest split.
+    """Return the least times of a layer of each class: every op has its fastest split.
 
-    Communication is free. `ways` keeps the strategies of ops.
+    Communication is free. `ways` caches the strategies of ops.
     """
     classes: list[LeastLayer] = []
     for layer_class in layers.classes:
@@ -298,7 +298,7 @@ def of_least(
 
 
 def raised_weights(modes_of: Mapping[int, Modes], **least: int) -> dict[int, Modes]:
-    """Return layers with these costs or more, such as the bytes of parameters."""
+    """Return layers in which each cost named in `least`, such as parameter_bytes, is no smaller."""
 
     def raised(cost: LayerCost) -> LayerCost:
         return replace(cost, **{name: max(getattr(cost, name), x) for name, x in least.items()})
@@ -346,16 +346,19 @@ def _at_least(mode: Recompute, fastest: Modes, unsplit: Modes, degree: int) -> L
 
 
 def _most_in_float8(whole: LayerCost, degree: int) -> tuple[tuple[int, int], ...]:
-    """Return the most that a layout gathers in float8; its elements have 2 bytes each otherwise.
+    """Return the most elements that a layout gathers in float8; otherwise they have 2 bytes each.
 
-    Some layouts take products out of float8, so the fastest layout does not tell. All ranks divide
-    0 rows.
+    The fastest layouts do not tell, because some layouts take products out of float8. The elements
+    are returned as one weight of 0 rows, which every number of ranks divides.
     """
     elements = sum(size for _, size in whole.float8_weights)
     return ((0, min(elements, whole.parameter_bytes // degree // 2)),)
 
 
 def _again_seconds(mode: Recompute, modes: Modes) -> float:
-    """Return what a mode computes again; slower layouts hide more of copies to the host."""
+    """Return the seconds of recomputation in a mode.
+
+    Waits for the host are left out, because slower layouts hide more of its copies.
+    """
     own, plain = modes[mode], modes[Recompute.NONE]
     return own.backward_seconds - own.host_wait_seconds - plain.backward_seconds

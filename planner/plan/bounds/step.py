@@ -84,7 +84,7 @@ class LayoutFacts:
         )
 
     def host_bytes(self, arrangement: Arrangement) -> int:
-        """Return what all layers have in the host's memory, those of all stages together."""
+        """Return the bytes in the host's memory of all layers, in all stages together."""
         return sum(
             number * host_bytes(modes[Recompute.NONE], arrangement) for modes, number in self.kinds
         )
@@ -158,13 +158,13 @@ class StepBound:
         self.action_seconds = constants.action_seconds
         self.data = DataBound(arrangement, groups, constants)
 
-    def seconds(self, pressed: FittingBounds, repeated: LayerBlock) -> float:
+    def seconds(self, fitting: FittingBounds, repeated: LayerBlock) -> float:
         """Return the lower bound over all choices of stages."""
         totals = self.totals
         forward = totals.forward_seconds + totals.more_seconds
-        backward = totals.backward_seconds + totals.more_seconds + pressed.recompute_seconds
+        backward = totals.backward_seconds + totals.more_seconds + fitting.recompute_seconds
         return (
-            self._computing(pressed, repeated)
+            self._computing(fitting, repeated)
             + self.data.first_forward_more(forward, totals.parameter_bytes)
             + self.data.last_backward_more(backward, totals.gradient_bytes)
             + self._updating()
@@ -186,7 +186,7 @@ class StepBound:
     def _shared(self, mode: Mode, repeated: LayerBlock) -> Mode:
         """Return a mode of a repeated layer with the time that data parallelism adds.
 
-        Of `more_seconds`, it is not known whether they belong to the forward or to the backward.
+        It is not known whether `more_seconds` belong to the forward or to the backward.
         """
         gradients, tensors = repeated.gradient_bytes, repeated.trainable_tensors
         one = Shared(
@@ -227,7 +227,7 @@ class StepBound:
     def _transfer(self) -> float:
         return self.groups.transfer_seconds(self.totals.least_output_bytes)
 
-    def _computing(self, pressed: FittingBounds, repeated: LayerBlock) -> float:
+    def _computing(self, fitting: FittingBounds, repeated: LayerBlock) -> float:
         """Return the least time of the pipeline: at least m · T, for the slowest rank.
 
         For 1F1B and GPipe see also `_in_turn`. Other schedules take at least the time of one
@@ -237,41 +237,41 @@ class StepBound:
         arrangement = self.arrangement
         microbatches, ranks = arrangement.microbatches, arrangement.pipeline
         stages = ranks * arrangement.stages_per_rank
-        alone = max(sum(self._passes(pressed, repeated)), self._computed(pressed))
+        alone = max(sum(self._passes(fitting, repeated)), self._computed(fitting))
         alone += 2 * stages * self.action_seconds
         if self._is_on_demand:
             alone += 2 * (stages - 1) * self._transfer()
-        slowest = self.rank_seconds(pressed.bottleneck_seconds)
+        slowest = self.rank_seconds(fitting.bottleneck_seconds)
         least = microbatches * slowest
         if self._is_on_demand:
             return max(least, least_step_seconds(alone, arrangement), self._in_turn(alone, slowest))
         waiting = _mean_wait_seconds(arrangement, repeated) if ranks > 1 else 0.0
         even = microbatches * alone / ranks
-        filling = self._filling(even, pressed, repeated) if self._is_split_in_turn else 0.0
-        return max(least, self._through(pressed, repeated), even + waiting, filling)
+        filling = self._filling(even, fitting, repeated) if self._is_split_in_turn else 0.0
+        return max(least, self._through(fitting, repeated), even + waiting, filling)
 
-    def _computed(self, pressed: FittingBounds) -> float:
+    def _computed(self, fitting: FittingBounds) -> float:
         """Return what one microbatch computes in all layers together."""
         totals = self.totals
         passes = totals.forward_seconds + totals.backward_seconds + totals.more_seconds
-        return passes + pressed.recompute_seconds + self._gradients
+        return passes + fitting.recompute_seconds + self._gradients
 
     @property
     def _gradients(self) -> float:
         return self.data.gradients(self.totals.gradient_bytes, self.totals.trainable_tensors)
 
-    def _through(self, pressed: FittingBounds, repeated: LayerBlock) -> float:
+    def _through(self, fitting: FittingBounds, repeated: LayerBlock) -> float:
         """Return a microbatch's time through all stages and back.
 
         Nobody waits for the weight gradients of split backwards.
         """
-        forward, backward = self._passes(pressed, repeated)
+        forward, backward = self._passes(fitting, repeated)
         if SCHEDULES[self.arrangement.schedule].splits_backward:
             backward -= self.totals.backward_seconds - self.totals.input_gradient_seconds
             backward -= self._gradients
         return forward + backward
 
-    def _passes(self, pressed: FittingBounds, repeated: LayerBlock) -> tuple[float, float]:
+    def _passes(self, fitting: FittingBounds, repeated: LayerBlock) -> tuple[float, float]:
         """Return the seconds of one microbatch's forward and backward in all layers together.
 
         Every stage begins with a different layer. `borders` is the least number of stages that
@@ -287,7 +287,7 @@ class StepBound:
             count=repeated.count,
             borders=max(0, stages - len(repeated.others)),
         )
-        backward = self.totals.backward_seconds + pressed.recompute_seconds
+        backward = self.totals.backward_seconds + fitting.recompute_seconds
         return (
             self.data.forward(self.totals.forward_seconds, everything),
             self.data.backward(backward, everything),
@@ -300,7 +300,7 @@ class StepBound:
         is_split = SCHEDULES[arrangement.schedule].splits_backward
         return is_split and arrangement.stages_per_rank == 1 and arrangement.pipeline > 1
 
-    def _filling(self, even: float, pressed: FittingBounds, repeated: LayerBlock) -> float:
+    def _filling(self, even: float, fitting: FittingBounds, repeated: LayerBlock) -> float:
         """Return the bound of zero bubble with one stage per rank, with the time to fill the ranks.
 
         f_s and i_s are the seconds of a forward and of input gradients on rank s. Before its first
@@ -329,15 +329,15 @@ class StepBound:
             plain.forward_seconds * forward + gradient * backward
             for forward, backward in zip(held, behind, strict=True)
         ]
-        recomputed = pressed.recompute_seconds / again if again else 0.0
+        recomputed = fitting.recompute_seconds / again if again else 0.0
 
         def waiting(slowest: float) -> float:
-            least = pressed.capacities.least
+            least = fitting.capacities.least
             return least(weights, repeated.count, within_seconds=slowest) + again * least(
                 behind, min(recomputed, repeated.count), within_seconds=slowest
             )
 
-        low = pressed.bottleneck_seconds
+        low = fitting.bottleneck_seconds
         if microbatches * self.rank_seconds(low) >= even + waiting(low):
             return microbatches * self.rank_seconds(low)
         high = (even + waiting(low)) / microbatches

@@ -318,9 +318,9 @@ def with_batch(constraints: Constraints, cluster: Cluster, graph: Graph) -> Cons
 def default_batch(devices: int, tokens_per_row: int) -> int:
     """Return the usual number of rows of a step on this number of devices.
 
-    It is a multiple of the number of devices, so that they can share it evenly. If there are more
-    devices than rows, it is a multiple of the largest divisor of their number that is at most the
-    rows.
+    It is a multiple of the number of devices, so that they can share it evenly. With more devices
+    than rows, it is a multiple of a divisor of the number of devices: the largest one that is not
+    above the rows.
     """
     limits = _TOKENS_OF_A_STEP if tokens_per_row > 1 else _ROWS_OF_A_STEP
     few, many = (max(1, limit // tokens_per_row) for limit in limits)

@@ -252,7 +252,7 @@ class DemandOptions(TypedDict, total=False):
     allow: Annotated[str | None, DemandSetting(
         place="choices.allow", field="allowed", read=_read_allowed,
         say="allowed: {value}", metavar="WHAT", example='"local-steps"',
-        text="choices that change what is learnt, which the search then weighs, with commas: "
+        text="choices that change what is learnt and that the search may make, with commas: "
         f"{', '.join(Allowed)}",
     )]
     max_tp: Annotated[int | None, DemandSetting(

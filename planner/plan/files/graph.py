@@ -94,7 +94,7 @@ class BufferRow(NamedTuple):
     dtype: str
     persistent: bool
     updated: bool
-    narrowed: bool = True  # the default for older files, where all buffers were narrowed
+    narrowed: bool
 
 
 class CallRow(NamedTuple):
@@ -170,7 +170,7 @@ class GraphDocument:
     recomputed_at: str = ""
     autocast_at: str = ""
     devices_meet_at: str = ""
-    was_noticed: bool = True  # the default for older files
+    was_noticed: bool
     functions: tuple[FunctionRow, ...] = ()
     own_gradients: tuple[OwnGradientRow, ...] = ()
     in_eval_mode: tuple[str, ...] = ()

@@ -57,7 +57,7 @@ class SearchTask:
 
 
 def tasks_of(item: SearchItem) -> Iterator[SearchTask]:
-    """Yield what expanding an item needs, and then what expanding the items below it needs."""
+    """Yield the tasks for the expansion of an item, then those for the items below it."""
     known = item.bound_kind if isinstance(item, Variant) else -1
     inside = layer_key(item.arrangement, 0)
     for kind in BoundKind:
@@ -104,7 +104,7 @@ class Ahead:
     def look(self, now: SearchItem, soon: Iterable[SearchItem]) -> None:
         """Take what the workers found, and give idle ones the tasks of items that come soon.
 
-        If a worker is finding the prices that the item which is expanded now needs, wait for it.
+        If a worker is finding prices that the expansion of `now` needs, wait for it.
         """
         due = next(tasks_of(now))
         for worker in list(self._workers):
@@ -130,7 +130,7 @@ class Ahead:
             worker.pipe.send(task)
 
     def _take(self, worker: _SearchWorker) -> None:
-        """Wait for a worker's result; one that is stuck, or was killed, is left."""
+        """Wait for a worker's result; end a worker that is stuck, or was killed."""
         worker.task = None
         try:
             if worker.pipe.poll(_PATIENCE_SECONDS):
@@ -166,7 +166,7 @@ def _work(pipe: Connection, others: Iterable[Connection], bounds: Bounds) -> Non
     with suppress(EOFError, OSError):
         while True:
             task, before = pipe.recv(), prices.sizes()
-            with suppress(Exception):  # the search will meet it, too, and tell it
+            with suppress(Exception):  # the search itself will meet the error, and report it
                 _find(bounds, task)
             pipe.send(tuple(prices.since(before)))
 

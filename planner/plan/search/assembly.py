@@ -144,7 +144,7 @@ def runner_up(plan: Candidate | Plan, difference: str) -> RunnerUp:
 
 
 def _difference(other: Prediction, best: Prediction) -> str:
-    """Say which term makes a plan slower or faster most, and how much less memory it needs."""
+    """Say which term most makes a plan slower (or faster) than the best, and the saved memory."""
     ours = {term.name: term.seconds for term in best.terms}
     theirs = {term.name: term.seconds for term in other.terms}
     more = {name: theirs.get(name, 0.0) - ours.get(name, 0.0) for name in ours | theirs}

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Generic, TypeVar
 
-_COMING = 15  # entries of the queue, whose least are shown before each expansion
+_COMING = 15  # entries of the queue that `watch` is given before each expansion
 _FAR = 1.25  # times the lowest bound: the search for a first leaf dives to no node above it
 
 Item = TypeVar("Item")
@@ -29,9 +29,9 @@ class SearchNode(Generic[Item]):
     """A node that can be expanded; `rank` orders nodes of equal bound, the simpler first.
 
     `is_deep`: the search for a first leaf may dive to this node. `is_last`: it waits until no other
-    node can beat the best leaf. `only_proves`: expanding it can raise the bound, and finds no
-    better leaf. An `is_last` node of this kind is dropped if an `Unproved` bound is as low as its
-    own, because the overall bound would not rise.
+    node can beat the best leaf. `only_proves`: expanding it can raise the bound, but finds no
+    better leaf. A node that is both `is_last` and `only_proves` is dropped if an `Unproved` bound
+    is as low as its own, because the overall bound would not rise.
     """
 
     bound: float
@@ -88,10 +88,9 @@ def best_first(
 ) -> Outcome[Item, Leaf]:
     """Expand nodes until `enough` accepts how many leaves topped the queue, or time is up.
 
-    Before a node is expanded, `watch` is given the least bound of the node, the queue and what is
-    unproved (nodes that are `is_last` are not counted), the node's item, and some items that come
-    soon. A bound that a parent has already proved
-    holds for its children too.
+    Before a node is expanded, `watch` is given three things: the least bound of the node, of the
+    queue and of `Unproved` entries (without nodes that are `is_last`), the node's item, and some
+    items that come soon. A bound that a parent has already proved holds for its children too.
     """
     queue: list[tuple[float, int, Rank, int, SearchNode[Item] | FoundLeaf[Leaf]]] = []
     dive: list[tuple[int, float, Rank, int]] = []

@@ -197,9 +197,10 @@ def _positions(subject: SearchSubject) -> range:
 
 
 def host_saving(cluster: Cluster, constraints: Constraints) -> HostSaving:
-    """Return when layers may keep tensors on the host: wherever that spares what is asked for.
+    """Return when layers may keep tensors on the host.
 
-    CPUs have no other memory, so a rule must ask for it there.
+    They may always if a rule asks for it, or if the objective is the least memory of devices. On
+    CPUs only a rule allows it, because the host's memory is the device's.
     """
     if any(pin.mode.is_on_host for pin in constraints.recompute):
         return HostSaving.ALWAYS
@@ -214,7 +215,7 @@ def _modes(
 ) -> Iterator[frozenset[Recompute]]:
     """Yield each layer's recompute modes: that of the last rule for it, or all.
 
-    If a rule sends layers' tensors to the host, those of other layers stay on the device.
+    If a rule sends the tensors of some layers to the host, those of all others stay on the device.
     """
     every = subject.layers.layers
     is_compiled = constraints.compile is Compile.LAYERS

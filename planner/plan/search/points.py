@@ -140,7 +140,7 @@ def families(variants_: Iterable[Arrangement]) -> list[list[Arrangement]]:
     A family has one schedule, and one number of local steps and of ranks that average gradients.
     ZeRO-2 and 3 communicate more than ZeRO-1 and update as fast, so if ZeRO-1 fits, they cannot be
     better. A variant with the optimizer on the host joins a family, too, because its optimizer is
-    slower, and one with the outer optimizer there joins the same variant without.
+    slower. A variant with the outer optimizer on the host joins the one that differs only in this.
     """
     heads: dict[tuple[object, ...], list[Arrangement]] = {}
     families = list[list[Arrangement]]()

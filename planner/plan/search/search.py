@@ -107,8 +107,9 @@ def search(
     prices: Prices | None = None,
     workers: int = 0,
 ) -> Plan:
-    """Return the best plan with its proof and the runners-up; `workers` find prices ahead.
+    """Return the best plan with its proof and the runners-up.
 
+    `workers` is the number of other processes that find prices ahead.
     Searches on several clusters may share the prices of one model under the same constraints. If
     nothing fits, layers may save on the host even where this is slower than recomputing.
     """
@@ -133,7 +134,7 @@ def search(
         costing=explorer.costing,
         model=model,
         constraints=constraints,
-        limits=explorer.judge.demands.limit_bytes,
+        limits=explorer.solver.demands.limit_bytes,
         counts=Counts(
             enumerated=explorer.points.enumerated(),
             solved=len(explorer.solved),
@@ -177,7 +178,7 @@ class Explorer:
             constants=framework_constants((node.device for node in cluster.nodes), measured),
         )
         flops = model_flops(subject, constraints.global_batch, constraints.precision)
-        self.judge = ArrangementSolver(questions=questions, model_flops=flops)
+        self.solver = ArrangementSolver(questions=questions, model_flops=flops)
         self.bounds = Bounds(questions, self.objective)
         self.solved: set[Arrangement] = set()  # some are solved again, to find a simpler plan
         self.infeasible: set[Arrangement] = set()
@@ -206,7 +207,7 @@ class Explorer:
         """Return the chosen plan, with layouts as simple as the tolerance allows."""
         leaf, tolerance = self.choose(outcome, is_late).leaf, self._known.tolerance
         within = outcome.found[0].value * (1 + tolerance)
-        return leaf if not tolerance or is_late() else self.judge.simplified(leaf, within)
+        return leaf if not tolerance or is_late() else self.solver.simplified(leaf, within)
 
     def choose(self, outcome: Searched, is_late: Callable[[], bool]) -> FoundLeaf[Candidate]:
         """Return the simplest plan within the tolerance of the fastest plan."""
@@ -267,7 +268,7 @@ class Explorer:
             choices=self.choices,
             orders=self.costing.orders,
             bounds=self.bounds,
-            bucket_bytes=self.judge.demands.bucket_bytes[0],
+            bucket_bytes=self.solver.demands.bucket_bytes[0],
         )
 
     def expand(self, item: SearchItem) -> Iterable[Entry]:
@@ -304,9 +305,9 @@ class Explorer:
         arrangement = item.arrangement
         to_beat = self._to_beat(arrangement)
         if self.objective is Objective.MEMORY:
-            answer = self.judge.solve_smallest(arrangement)
+            answer = self.solver.solve_smallest(arrangement)
         else:
-            answer = self.judge.solve(
+            answer = self.solver.solve(
                 arrangement,
                 least=lambda number: self.bounds.of_solution(arrangement, number),
                 known_seconds=to_beat,
@@ -363,7 +364,7 @@ class Explorer:
         least = self._roomy().least()
         if least is None:
             return nothing_runs(self._conflict(), self.subject, devices=self.cluster.size)
-        return too_large(least, self.judge.demands, self.cluster)
+        return too_large(least, self.solver.demands, self.cluster)
 
     def _conflict(self) -> tuple[Declared, ...]:
         """Return constraints that together exclude all arrangements, but not if one is missing."""
@@ -379,18 +380,18 @@ class Explorer:
     def _roomy(self) -> Explorer:
         """Return the search for the plan with the least memory, without memory limits."""
         other = self.within(_ENDLESS_BYTES, Objective.MEMORY)
-        endless = replace(other.judge.demands, host_limit_bytes=_ENDLESS_BYTES)
-        other.judge = other.judge.under(endless)
-        other.bounds = Bounds(other.judge.questions, Objective.MEMORY)
+        endless = replace(other.solver.demands, host_limit_bytes=_ENDLESS_BYTES)
+        other.solver = other.solver.under(endless)
+        other.bounds = Bounds(other.solver.questions, Objective.MEMORY)
         return other
 
     def within(self, limit_bytes: int, objective: Objective) -> Explorer:
         """Return the search with another memory limit on every device, for an objective."""
         other = copy(self)
         other.objective = objective
-        limits = dict.fromkeys(self.judge.demands.limit_bytes, limit_bytes)
-        other.judge = self.judge.under(replace(self.judge.demands, limit_bytes=limits))
-        other.bounds = Bounds(other.judge.questions, objective)
+        limits = dict.fromkeys(self.solver.demands.limit_bytes, limit_bytes)
+        other.solver = self.solver.under(replace(self.solver.demands, limit_bytes=limits))
+        other.bounds = Bounds(other.solver.questions, objective)
         return other
 
     def least(self) -> Candidate | None:

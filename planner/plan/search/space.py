@@ -298,11 +298,12 @@ def _variants(
 def offloads_in_vain(arrangement: Arrangement, choices: Choices) -> bool:
     """Whether an arrangement is useless or cannot run, because of its offload or ZeRO level.
 
-    Without offload, ZeRO on a single data rank is useless. With it, these are useless, unless the
-    ZeRO level is demanded: several data ranks without ZeRO (with ZeRO each would step faster and
-    hold less), and ZeRO-2 (ZeRO-3 frees more memory). fully_shard over groups of one rank cannot
-    run, nor can split backwards: hooks send gradients to the host, and theirs pass no hook. Nor can
-    local steps of an optimizer on the host; an outer optimizer has nothing to do without them.
+    Without offload, ZeRO on a single data rank is useless. With offload, two things are useless
+    unless the ZeRO level is demanded: several data ranks without ZeRO (with ZeRO each would step
+    faster and hold less), and ZeRO-2 (ZeRO-3 frees more memory). Two cannot run: fully_shard over
+    groups of one rank, and split backwards, because gradients are sent to the host by hooks, which
+    split backwards do not call. An optimizer on the host cannot take local steps. An outer
+    optimizer has nothing to do without local steps.
     """
     if offloads_wrongly(arrangement):
         return True
@@ -358,9 +359,9 @@ def sharding(point: Arrangement, choices: Choices) -> Iterator[tuple[Zero, int]]
     """Yield ZeRO levels with their shard degree: all data ranks, or those of a node (HSDP).
 
     In a pipeline, ZeRO-2 would scatter gradients for every microbatch and free less memory than
-    ZeRO-3, and HSDP would shard over too few ranks: both are left out unless demanded. ZeRO-1 is
-    tried with a copy in each node if compressed gradients may be exchanged: only sums of a node
-    cross the network then.
+    ZeRO-3, and HSDP would shard over too few ranks: both are left out unless demanded. If
+    compressed gradients may be exchanged, ZeRO-1 is also tried with a sharded copy in each node:
+    then only the sums of nodes cross the network.
     """
     exchanges = any(one.keeps_lost and not one.is_low_rank for one in choices.compressed)
     inside = choices.node_devices // point.tensor

@@ -58,10 +58,10 @@ class Questions:
     demands: Demands
     constants: FrameworkConstants
 
-    def asked(
+    def of(
         self, arrangement: Arrangement, solution: int, lines: LinePrice | None = None
     ) -> StageQuestion:
-        """Return the stage question of an arrangement, in layout solution number `solution`."""
+        """Return the question for an arrangement, in layout solution number `solution`."""
         demands, inside = self.demands, layer_key(arrangement, solution, lines)
         sizes, rows = demands.bucket_bytes, self._rows(arrangement, inside)
         return StageQuestion(
@@ -242,7 +242,7 @@ class ArrangementSolver:
         """Return the chooser of an arrangement and layout solution, kept between calls."""
         key = arrangement, number
         if key not in self._choosers:
-            question = self.questions.asked(arrangement, number)
+            question = self.questions.of(arrangement, number)
             schedule = arrangement.schedule, question.shape
             chains = self._chains.setdefault(schedule, Chains(first_chains(*schedule)))
             self._choosers[key] = Chooser(question, QUICK, chains)
@@ -261,7 +261,7 @@ class ArrangementSolver:
         for number in range(len(solutions)):
             if self._wastes_ranks(arrangement, number):
                 continue
-            question = self.questions.asked(arrangement, number)
+            question = self.questions.of(arrangement, number)
             found = smallest_stages(question)
             one = self._candidate(question, number, found) if found else None
             if one and self._fits(one) and (best is None or _needed(one) < _needed(best)):
@@ -334,7 +334,7 @@ class ArrangementSolver:
 
     def _predicted_again(self, candidate: Candidate) -> Candidate:
         """Return a candidate with the predictions of its stages and layouts."""
-        question = self.questions.asked(candidate.arrangement, candidate.solution, candidate.lines)
+        question = self.questions.of(candidate.arrangement, candidate.solution, candidate.lines)
         prediction = self._predicted(question, candidate.arrangement, candidate.stages)
         return replace(candidate, prediction=prediction)
 

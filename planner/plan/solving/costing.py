@@ -59,7 +59,7 @@ class SearchSubject:
     layers: Layers
 
 
-_Layers = tuple[int, int, Compile]  # tensor degree, microbatch, what is compiled
+_Setting = tuple[int, int, Compile]  # tensor degree, microbatch, what is compiled
 
 
 class PriceBook:
@@ -86,10 +86,10 @@ class PriceBook:
         self.measured = measured
         self.residence: Residence = residence(subject.graph, subject.layers)
         self.slowest_device = slowest_device(cluster)
-        self._fastest: dict[_Layers, LayoutSolution] = {}
-        self._fronts: dict[_Layers, tuple[LayoutSolution, ...]] = {}
+        self._fastest: dict[_Setting, LayoutSolution] = {}
+        self._fronts: dict[_Setting, tuple[LayoutSolution, ...]] = {}
         self._simpler: dict[LayerKey, LayoutSolution] = {}
-        self._by_layers: dict[_Layers, LayoutPrices] = {}
+        self._by_setting: dict[_Setting, LayoutPrices] = {}
         self._frames: dict[tuple[object, ...], LayoutFrame] = {}
         self._slowest: dict[tuple[LayerKey, Kind], tuple[Modes, ...]] = {}
 
@@ -130,7 +130,7 @@ class PriceBook:
 
     def fastest(self, of: LayerKey | Arrangement) -> LayoutSolution:
         """Return the fastest layouts inside the layers, regardless of memory."""
-        key = _layers(of)
+        key = _setting_of(of)
         if key not in self._fastest:
             known = self._at(of)
             if known.fastest is None:
@@ -140,7 +140,7 @@ class PriceBook:
 
     def solutions(self, of: LayerKey | Arrangement) -> tuple[LayoutSolution, ...]:
         """Return layouts that trade time for memory, the fastest first."""
-        key = _layers(of)
+        key = _setting_of(of)
         if key not in self._fronts:
             known = self._at(of)
             if known.front is None:
@@ -181,8 +181,8 @@ class PriceBook:
 
     def _at(self, of: LayerKey | Arrangement) -> LayoutPrices:
         """Return the prices for these tensor ranks and rows on the slowest device."""
-        key = _layers(of)
-        if key not in self._by_layers:
+        key = _setting_of(of)
+        if key not in self._by_setting:
             priced = LayoutKey(
                 tensor=of.tensor,
                 microbatch=of.microbatch,
@@ -192,8 +192,8 @@ class PriceBook:
                 rules=self.rules,
                 host_saving=self.host_saving,
             )
-            self._by_layers[key] = self.prices.at(priced)
-        return self._by_layers[key]
+            self._by_setting[key] = self.prices.at(priced)
+        return self._by_setting[key]
 
     @cached_property
     def structure(self) -> Structure:
@@ -212,7 +212,6 @@ class PriceBook:
                 degree=of.tensor,
                 shape=self.tensor_shape(of.tensor),
                 rules=self.rules,
-                microbatches=1,
             )
             known.program = LayoutProgram(asked, _BUDGET, frame=self._frame(asked))
         return known.program
@@ -274,8 +273,8 @@ class PriceBook:
     def _links(self, inside: LayerKey, share: RowShare) -> tuple[float, ...]:
         """Return each layer's rate of copies to the host; 0 if the layer saves nothing there.
 
-        `IF_FASTER` depends on the layer without tensor ranks alone: then all layouts have the same
-        modes, and bounds over them hold.
+        Under `IF_FASTER`, this is decided for the layer without tensor ranks. So all layouts have
+        the same modes, and bounds over all layouts hold.
         """
         rate = read_framework_constants().host_link_share * share.device.host.bytes_per_second
         every = len(self.subject.layers.layers)
@@ -285,12 +284,12 @@ class PriceBook:
         return tuple(rate * bool(modes[Recompute.HOST].host_saved_bytes) for modes in unsplit)
 
     def _offered(self, costs: Modes, inside: LayerKey) -> Modes:
-        """Return a layer's costs; on the host those of the device, if recomputing is as fast."""
+        """Return a layer's costs; modes on the host cost as `none` if recomputing is as fast."""
         if self.host_saving is not HostSaving.IF_FASTER:
             return costs
         here = [one for one in costs if one.runs_again and not one.is_on_host]
         again = max(costs[mode].backward_seconds for mode in here)
-        is_first = inside.tensor == 1  # later, `_links` says so
+        is_first = inside.tensor == 1  # with tensor ranks, `_links` has decided it
         slow = {one for one, own in costs.items() if is_first and own.backward_seconds >= again}
         closed = [one for one in Recompute if one.is_on_host and (one.runs_again or one in slow)]
         return {**costs, **dict.fromkeys(closed, costs[Recompute.NONE])}
@@ -336,7 +335,7 @@ class PriceBook:
         return own_layouts(solution.layouts, layer, self.subject.axes, self.structure.slots)
 
 
-def _layers(of: LayerKey | Arrangement) -> _Layers:
+def _setting_of(of: LayerKey | Arrangement) -> _Setting:
     return of.tensor, of.microbatch, of.compile
 
 

@@ -187,7 +187,7 @@ class Prices:
 
     recall: Callable[[type[Any], LayoutKey | LeastKey], Any] = _nothing
     pricers: dict[tuple[RowShare, Compile], OpPricer] = field(default_factory=dict)
-    fusings: dict[bool, Fusing] = field(default_factory=dict)  # on GPUs, and on CPUs
+    fusings: dict[bool, Fusing] = field(default_factory=dict)  # by whether the device is a CPU
     ways: dict[str, Ways] = field(default_factory=dict)  # of each op
     by_key: dict[LayoutKey, LayoutPrices] = field(default_factory=dict)
     _least: dict[LeastKey, LeastTimes] = field(default_factory=dict)

@@ -119,7 +119,7 @@ def _computed_share(stage: StagePrediction) -> float:
 
 
 def _scaled(seconds: StageSeconds, factor: float) -> StageSeconds:
-    return _of_kinds([factor * one for one in seconds.of_kinds])
+    return StageSeconds.from_kinds([factor * one for one in seconds.of_kinds])
 
 
 def _rest_seconds(plan: StoredPlan) -> float:
@@ -145,17 +145,7 @@ def _stage_seconds(plan: StoredPlan) -> tuple[StageSeconds, ...]:
             expected="a plan of this version of autopar",
             fix="plan again",
         )
-    return tuple(_of_kinds(one) for one in found if one is not None)
-
-
-def _of_kinds(seconds: Sequence[float]) -> StageSeconds:
-    forward, backward, inputs, weights = seconds
-    return StageSeconds(
-        forward_seconds=forward,
-        backward_seconds=backward,
-        input_gradient_seconds=inputs,
-        weight_gradient_seconds=weights,
-    )
+    return tuple(StageSeconds.from_kinds(one) for one in found if one is not None)
 
 
 def _timed(schedule: Schedule, starts: Times, ends: Times) -> Iterator[TimedAction]:
@@ -257,7 +247,7 @@ class _ActionRecord(BaseModel):
 
 
 class _ProfileRecord(BaseModel):
-    """What a rank writes of the step of --profile-step, beside the profiler's own trace."""
+    """A rank's record of the step of --profile-step; the profiler's trace is a file beside it."""
 
     pipeline_rank: Number
     begun_ns: Annotated[int, Ge(0), Le(2**63)]

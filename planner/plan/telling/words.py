@@ -277,10 +277,10 @@ def narrowed_buffers_note(plan: Plan) -> str:
     )
     lost = f" The forward writes to {written}, where small changes are lost." if written else ""
     return (
-        f"the model computes with {names} (fp32) and activations in {precision} as they are. That "
-        f"makes fp32, which torch does not multiply by weights in {precision}, so the plan holds "
-        f"them in {precision}, as model.to(torch.{precision.torch_name}) does.{lost} A buffer is "
-        "held in fp32 where the model casts it as it reads it: x + self.table.to(x.dtype)."
+        f"the model combines {names} (fp32) with activations in {precision}. The result would be "
+        f"fp32, which torch does not multiply by weights in {precision}, so the plan holds "
+        f"{names} in {precision}, as model.to(torch.{precision.torch_name}) does.{lost} A buffer "
+        "stays in fp32 if the model casts it where it reads it: x + self.table.to(x.dtype)."
     )
 
 
@@ -293,8 +293,8 @@ def gradients_changed(plan: Plan) -> str:
         return ""
     times = f", {arranged.data} times as large" if arranged.data > 1 else ""
     return (
-        f"{gradient_words(own)}. What is changed there is the gradient of one microbatch of one "
-        f"data rank{times}: a factor or a mask trains as on one device, a limit or a norm does not."
+        f"{gradient_words(own)}. There it gets the gradient of one microbatch of one data rank"
+        f"{times}: to scale or mask it trains as on one device, to clip or normalize it does not."
     )
 
 

@@ -120,7 +120,6 @@ class LayoutInput:
     degree: int
     shape: GroupShape
     rules: LayoutRules
-    microbatches: int
 
     @property
     def batch(self) -> int:
@@ -128,26 +127,26 @@ class LayoutInput:
         return self.graph.fixed_batch or self.pricer.batch
 
 
-def frame_of(place: LayoutInput, structure: Structure | None = None) -> LayoutFrame:
+def frame_of(asked: LayoutInput, structure: Structure | None = None) -> LayoutFrame:
     """Return the frame of a graph's layout problem; its structure is found if not given."""
-    own = structure or structure_of(place.graph, place.axes, place.layers)
-    return LayoutFrame(structure=own, problem=_Builder(place, own).problem())
+    own = structure or structure_of(asked.graph, asked.axes, asked.layers)
+    return LayoutFrame(structure=own, problem=_Builder(asked, own).problem())
 
 
-def priced_problem(place: LayoutInput, frame: LayoutFrame) -> Problem:
+def priced_problem(asked: LayoutInput, frame: LayoutFrame) -> Problem:
     """Return the layout problem of a graph."""
-    return _Prices(place, frame).problem()
+    return _Prices(asked, frame).problem()
 
 
 class _Builder:
-    def __init__(self, place: LayoutInput, structure: Structure) -> None:
-        self.place, self.graph, self.axes = place, place.graph, place.axes
+    def __init__(self, asked: LayoutInput, structure: Structure) -> None:
+        self.asked, self.graph, self.axes = asked, asked.graph, asked.axes
         self.slots, self.numbering = structure.slots, structure.numbering
         self.needs = structure.needs
-        self.conversions = Conversions(place.graph, place.axes, batch=place.batch)
-        self.given = _given(place.graph)
-        self.row_axes = place.axes.of_rows
-        self.written = frozenset(b.name for b in place.graph.buffers if b.updated)
+        self.conversions = Conversions(asked.graph, asked.axes, batch=asked.batch)
+        self.given = _given(asked.graph)
+        self.row_axes = asked.axes.of_rows
+        self.written = frozenset(b.name for b in asked.graph.buffers if b.updated)
         self.members: dict[str, list[str]] = defaultdict(list)
         for name, slot in self.slots.tensors.items():
             self.members[slot].append(name)
@@ -164,17 +163,17 @@ class _Builder:
         places = {key: position for position, key in enumerate(sources)}
         problem = Problem(nodes=nodes, sources=tuple(sources.values()), demands=(), keeps=())
         demands = (self._demand(need, edges[need], places, problem) for need in self.needs)
-        similar = SimilarNodes(graph=self.graph, axes=self.axes, layers=self.place.layers)
+        similar = SimilarNodes(graph=self.graph, axes=self.axes, layers=self.asked.layers)
         return replace(problem, demands=tuple(demands), alike=tuple(similar.alike(nodes)))
 
     # --- choices
 
     def _choices(self, op: Op) -> tuple[Strategy, ...]:
-        place = self.place
-        found = strategies(op, self.graph, self.axes, degree=place.degree, batch=place.batch)
+        asked = self.asked
+        found = strategies(op, self.graph, self.axes, degree=asked.degree, batch=asked.batch)
         if self.given.issuperset(op.outputs):  # such as a mask: made whole, then cut
             found = (found[0], *(one for one in found[1:] if one.axis in self.row_axes))
-        left = permitted(op, found, place.rules, self.graph, self.axes)
+        left = permitted(op, found, asked.rules, self.graph, self.axes)
         return tuple(self._choice(s) for s in left if self._is_unambiguous(op, s))
 
     def _choice(self, strategy: OpLayout) -> Strategy:
@@ -214,7 +213,7 @@ class _Builder:
             return tuple(wanted)
         if not all(t.origin is TensorOrigin.PARAMETER or t.name in self.written for t in outside):
             return (WHOLE,)
-        is_summed = self.place.degree > 1 and any(t.requires_grad for t in outside)
+        is_summed = self.asked.degree > 1 and any(t.requires_grad for t in outside)
         replicated = (REPLICATED,) if is_summed else ()
         return (WHOLE, *replicated, *(x for x in wanted if x.kind is LayoutKind.SPLIT))
 
@@ -297,8 +296,8 @@ class _Builder:
 class _Prices:
     """Prices a frame for one batch and device, eager or compiled."""
 
-    def __init__(self, place: LayoutInput, frame: LayoutFrame) -> None:
-        self.place, self.graph, self.pricer = place, place.graph, place.pricer
+    def __init__(self, asked: LayoutInput, frame: LayoutFrame) -> None:
+        self.asked, self.graph, self.pricer = asked, asked.graph, asked.pricer
         self.frame, self.slots = frame.problem, frame.structure.slots
 
     def problem(self) -> Problem:
@@ -315,7 +314,7 @@ class _Prices:
     def _node(self, node: LayoutNode) -> LayoutNode:
         kept, priced = self.pricer.kept(node.op), []
         for choice in node.choices:
-            split = split_of(choice.strategy, self.place.degree)
+            split = split_of(choice.strategy, self.asked.degree)
             cost = self.pricer.cost(node.op, split)
             priced.append(
                 Strategy(
@@ -339,11 +338,10 @@ class _Prices:
         )
 
     def _gradient_seconds(self, tensor: str, layout: Layout) -> float:
-        """Return the seconds per microbatch of summing an R parameter's gradient over ranks."""
+        """Return the seconds of summing an R parameter's gradient over ranks, once in a step."""
         if layout != REPLICATED:
             return 0.0
-        once = self._seconds(tensor, WHOLE, REPLICATED) / self.place.microbatches
-        return once * ONCE_PER_STEP
+        return self._seconds(tensor, WHOLE, REPLICATED) * ONCE_PER_STEP
 
     def _demand(self, demand: Demand) -> Demand:
         tensor = demand.tensor
@@ -353,19 +351,19 @@ class _Prices:
 
     def _seconds(self, tensor: str, produced: Layout, needed: Layout) -> float:
         """Return the seconds of a conversion, forward and backward together."""
-        place = self.place
+        asked = self.asked
         return sum(
-            place.pricer.conversion_seconds(tensor, produced, needed, place.degree, place.shape)
+            asked.pricer.conversion_seconds(tensor, produced, needed, asked.degree, asked.shape)
         )
 
     def _bytes(self, tensor: str, layout: Layout) -> int:
-        return self.pricer.tensor_bytes(tensor, self._own(layout, tensor), self.place.degree)
+        return self.pricer.tensor_bytes(tensor, self._own(layout, tensor), self.asked.degree)
 
     def _memory_bytes(self, tensor: str, layout: Layout) -> int:
-        return self.pricer.memory_bytes(tensor, self._own(layout, tensor), self.place.degree)
+        return self.pricer.memory_bytes(tensor, self._own(layout, tensor), self.asked.degree)
 
     def _own(self, layout: Layout, tensor: str) -> Layout:
-        return self.slots.own(layout, tensor, self.place.axes)
+        return self.slots.own(layout, tensor, self.asked.axes)
 
 
 def _given(graph: Graph) -> frozenset[str]:

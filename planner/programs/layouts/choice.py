@@ -39,8 +39,8 @@ from autopar.planner.programs.solver import (
     solve,
 )
 
-# The small price of memory where time counts, so that of equally fast layouts the smallest wins;
-# and of time where memory counts.
+# The price of memory where time is minimised, and of time where memory is minimised: it decides
+# between layouts that are equally fast, or equally small.
 _TIE = 1e-6
 MOST_NODES = 10_000  # of the solver's search, for one program; most need a few
 # Points of the front count as the same if time and memory differ by less than this share.
@@ -107,17 +107,17 @@ class LayoutProgram:
 
     def __init__(
         self,
-        place: LayoutInput,
+        asked: LayoutInput,
         budget: Budget,
         *,
         frame: LayoutFrame | None = None,
         most_nodes: int = MOST_NODES,
         solver: SolverName | None = None,
     ) -> None:
-        check_rules(place.rules, place.graph, place.axes, place.layers)
-        frame = frame or frame_of(place)
-        self._place, self._slots = place, frame.structure.slots
-        self._problem = priced_problem(place, frame)
+        check_rules(asked.rules, asked.graph, asked.axes, asked.layers)
+        frame = frame or frame_of(asked)
+        self._asked, self._slots = asked, frame.structure.slots
+        self._problem = priced_problem(asked, frame)
         self._front = ParetoFront(
             self._problem,
             budget,
@@ -137,7 +137,7 @@ class LayoutProgram:
 
     def weight_limits(self) -> tuple[WeightLimit, ...]:
         """Return the least times of a layer of the largest class, by the bytes of its weights."""
-        return tuple(self._front.model.weight_limits(self._place.layers.largest))
+        return tuple(self._front.model.weight_limits(self._asked.layers.largest))
 
     def simpler(self, number: int, price: LinePrice, *, is_one_stage: bool) -> LayoutSolution:
         """Return layouts with fewer printed lines than point `number` of the front, if any.
@@ -153,16 +153,16 @@ class LayoutProgram:
         """Return the lines that a script prints, with one stage or with several."""
         key = microbatches, is_one_stage
         if key not in self._counted:
-            place, problem = self._place, self._problem.in_steps_of(microbatches)
+            asked, problem = self._asked, self._problem.in_steps_of(microbatches)
             self._counted[key] = CountedLines(
                 problem,
                 self._front.units,
-                printed_code(place.graph, place.axes, place.layers, problem, is_one_stage),
+                printed_code(asked.graph, asked.axes, asked.layers, problem, is_one_stage),
             )
         return self._counted[key]
 
     def _as_solution(self, point: SolvedPoint) -> LayoutSolution:
-        return _solution(self._problem, point, self._place, self._slots)
+        return _solution(self._problem, point, self._asked, self._slots)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -276,8 +276,8 @@ class ParetoFront:
         point = self._solved(self.model, second_price=second_price, byte_price=byte_price)
         if point is None:  # pins exclude the unsplit layouts
             raise InfeasibleError(
-                "no layouts split all that must be split: then an op's result would have a layout "
-                "that cannot be converted to the one that the next op needs",
+                "no layouts split everything that the rules require: some op's result would have a "
+                "layout that cannot be converted to the one that the next op needs",
                 fix="require fewer axes to be split, or name the modules that are meant",
             )
         return point
@@ -361,9 +361,9 @@ def _pareto(points: Sequence[SolvedPoint]) -> tuple[SolvedPoint, ...]:
 
 
 def _solution(
-    problem: Problem, point: SolvedPoint, place: LayoutInput, slots: Slots
+    problem: Problem, point: SolvedPoint, asked: LayoutInput, slots: Slots
 ) -> LayoutSolution:
-    classes: list[list[OpLayout]] = [[] for _ in place.layers.classes]
+    classes: list[list[OpLayout]] = [[] for _ in asked.layers.classes]
     for node, choice in zip(problem.nodes, point.assignment.choices, strict=True):
         classes[node.layer_class].append(node.choices[choice].strategy)
     at_slot = {
@@ -371,21 +371,21 @@ def _solution(
         for source, layout in zip(problem.sources, point.assignment.layouts, strict=True)
         if layout >= 0
     }
-    graph = place.graph
+    graph = asked.graph
     weights = [*(p.name for p in graph.parameters), *(b.name for b in graph.buffers)]
 
     def own(names: Iterable[str]) -> tuple[ParameterLayout, ...]:
         found = ((name, at_slot.get(slots.tensors[name])) for name in names)
         return tuple(
-            ParameterLayout(name=name, layout=slots.own(layout, name, place.axes))
+            ParameterLayout(name=name, layout=slots.own(layout, name, asked.axes))
             for name, layout in found
             if layout is not None
         )
 
     return LayoutSolution(
         layouts=tuple(map(tuple, classes)),
-        parameters=own(name for name in weights if name in place.graph.tensors),
-        crossing=own(sorted(crossing_tensors(place.layers))),
+        parameters=own(name for name in weights if name in asked.graph.tensors),
+        crossing=own(sorted(crossing_tensors(asked.layers))),
         seconds=point.seconds,
         saved_bytes=point.saved_bytes,
         weight_bytes=point.weight_bytes,

@@ -261,7 +261,7 @@ def _strided(graph: Graph) -> frozenset[str]:
 
 
 _KeyOf = Callable[[Strategy], Hashable]  # choices with equal keys go together
-_Ends = list[tuple[int, _KeyOf]]  # nodes, each with the key of its choices
+_KeyedNodes = list[tuple[int, _KeyOf]]  # each with the key of its choices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -280,7 +280,7 @@ class SimilarNodes:
 
     def alike(self, nodes: Sequence[LayoutNode]) -> Iterator[SameChoices]:
         """Yield pairs of nodes of several layer classes, with their choices that go together."""
-        places: dict[Hashable, _Ends] = defaultdict(list)
+        places: dict[Hashable, _KeyedNodes] = defaultdict(list)
         counts: Counter[Hashable] = Counter()
         made_by = {out: (number, k) for number, k, out in _made_tensors(nodes)}
         for number, node in enumerate(nodes):

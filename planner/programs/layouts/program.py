@@ -118,19 +118,19 @@ class LayoutModel:
     def __init__(
         self,
         problem: Problem,
-        weights: ProgramUnits,
+        units: ProgramUnits,
         variables: LayoutVariables,
         code: PrintedCode | None = None,
     ) -> None:
-        self._problem, self._weights, self._model = problem, weights, variables
+        self._problem, self._units, self._model = problem, units, variables
         lines: list[_Term] = []
         if code is not None:
             opened = [_binary(f"o_{k}") for k in range(len(code.lines))]
             _require_changed_code(self._model, code, opened)
             _require_converting_code(self._model, code, opened)
             lines = list(_lines(self._model, code, opened))
-        self._seconds = _sum(_seconds(self._model, problem, weights))
-        self._bytes = _sum(_bytes(self._model, problem, weights))
+        self._seconds = _sum(_seconds(self._model, problem, units))
+        self._bytes = _sum(_bytes(self._model, problem, units))
         self._lines = _sum(lines)
 
     def program(
@@ -147,7 +147,7 @@ class LayoutModel:
         program.setObjective(paid)
         program.constraints.pop("budget", None)
         if budget_bytes is not None:
-            _require_budget(self._model, self._bytes, budget_bytes / self._weights.byte_unit)
+            _require_budget(self._model, self._bytes, budget_bytes / self._units.byte_unit)
         return program
 
     def weight_limits(self, layer_class: int) -> Iterator[WeightLimit]:
@@ -156,14 +156,14 @@ class LayoutModel:
         These are optima of the relaxed program. Sums that are done once per step are left out. The
         first limit is infinite; the last one is the least that the weights can take.
         """
-        model, problem, weights = self._model, self._problem, self._weights
+        model, problem, units = self._model, self._problem, self._units
         relaxed = GrowingProgram()
         model.program.constraints.pop("budget", None)
         column = relaxed.take(Matrix.of(model.program))
-        spent = _spent(model, problem, weights.second_unit)
+        spent = _spent(model, problem, units.second_unit)
         taken = ((column[one], part) for one, part, own, _ in spent if own == layer_class)
         relaxed.add([*taken, (relaxed.least, -1.0)], most=0.0)
-        held = _held(model, problem, weights.byte_unit, layer_class)
+        held = _held(model, problem, units.byte_unit, layer_class)
         sizes = [[(column[one], part) for one, part in own] for own in held]
         smallest, largest = (sum(end(x for _, x in own) for own in sizes) for end in (min, max))
         limit, known = inf, 0.0
@@ -171,8 +171,8 @@ class LayoutModel:
             known = max(known, relaxed.solve() or 0.0)
             if known == inf:
                 return
-            least_seconds = known * weights.second_unit
-            yield WeightLimit(most_bytes=limit * weights.byte_unit, least_seconds=least_seconds)
+            least_seconds = known * units.second_unit
+            yield WeightLimit(most_bytes=limit * units.byte_unit, least_seconds=least_seconds)
             if limit <= smallest:
                 return
             limit = max(min(limit, largest) * _NEXT_LIMIT, smallest)
@@ -207,24 +207,24 @@ def _spent(
             yield variable, demand.seconds[ends] / unit, layer_class, demand.count
 
 
-def _seconds(model: LayoutVariables, problem: Problem, weights: ProgramUnits) -> Iterator[_Term]:
+def _seconds(model: LayoutVariables, problem: Problem, units: ProgramUnits) -> Iterator[_Term]:
     """Yield what variables add to the seconds of a microbatch."""
-    unit = weights.second_unit
+    unit = units.second_unit
     for variable, seconds, _, count in _spent(model, problem, unit):
         yield variable, count * seconds
     for source, own in zip(problem.sources, model.u, strict=True):
         yield from zip(own, (seconds / unit for seconds in source.seconds), strict=True)
 
 
-def _bytes(model: LayoutVariables, problem: Problem, weights: ProgramUnits) -> Iterator[_Term]:
+def _bytes(model: LayoutVariables, problem: Problem, units: ProgramUnits) -> Iterator[_Term]:
     """Yield what variables add to the bytes in memory."""
-    saved, unit = weights.saved_factor, weights.byte_unit
+    saved, unit = units.saved_factor, units.byte_unit
     for node, own in zip(problem.nodes, model.x, strict=True):
         for variable, choice in zip(own, node.choices, strict=True):
             yield variable, node.count * saved * choice.saved_bytes / unit
     for source, own in zip(problem.sources, model.u, strict=True):
         for variable, size in zip(own, source.weight_bytes, strict=True):
-            yield variable, weights.weight_factor * size / unit
+            yield variable, units.weight_factor * size / unit
     for keep, held in zip(problem.keeps, model.h, strict=True):
         for form, variable in held.items():
             yield variable, keep.count * saved * keep.saved_bytes[form] / unit

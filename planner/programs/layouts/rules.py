@@ -6,8 +6,8 @@ output of one block is the input of the next, and inputs of equal blocks share a
 block's input and its output get one layout, too. A union-find follows such chains, and also unites
 tied and shared parameters.
 
-Rules forbid or allow axes by name, and pin modules. Layers of one class are split alike, so a rule
-must match all of them or none.
+Rules forbid axes by name, and ban or pin them in modules. Layers of one class are split alike, so a
+rule must match all of them or none.
 """
 
 from __future__ import annotations
@@ -202,10 +202,9 @@ class Ban:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutRules:
-    """Rules for axes by name (seq, heads, ffn); if `allowed` is None, all are allowed."""
+    """Rules for axes by name (seq, heads, ffn), and for modules by path."""
 
     forbidden: tuple[str, ...] = ()
-    allowed: tuple[str, ...] | None = None
     pins: tuple[LayoutPin, ...] = ()
     bans: tuple[Ban, ...] = ()
 
@@ -224,8 +223,8 @@ def permitted(
     joins such shards.
     """
     banned = {ban.axis for ban in rules.bans if _lies_in(op, ban.modules, graph)}
-    left = [s for s in found if not s.axis or _is_allowed(_name(s, axes), rules)]
-    left = [s for s in left if not s.axis or _name(s, axes) not in banned]
+    banned |= set(rules.forbidden)
+    left = [s for s in found if not s.axis or _name(s, axes) not in banned]
     for pin in rules.pins:
         pinned = [s for s in left if _name(s, axes) == pin.axis]
         # the first pin that the op can follow applies
@@ -247,7 +246,7 @@ def check_rules(rules: LayoutRules, graph: Graph, axes: GraphAxes, layers: Layer
     """Raise InputError for an unknown axis or module, and for a rule that cannot be followed."""
     names = {name for name in axes.names.values() if not name.isdigit()}
     scoped: tuple[LayoutPin | Ban, ...] = (*rules.pins, *rules.bans)
-    named = [*rules.forbidden, *(rules.allowed or ()), *(rule.axis for rule in scoped)]
+    named = [*rules.forbidden, *(rule.axis for rule in scoped)]
     for name in named:
         if name and name not in axes.names.values():
             raise _unknown("axis", name, names)
@@ -309,10 +308,6 @@ def _check_axis(pin: LayoutPin, rules: LayoutRules, graph: Graph, axes: GraphAxe
             f"nothing in {pin.modules!r} can be split along {pin.axis}: it has no such axis",
             expected=f"one of {there}" if there else "",
         )
-
-
-def _is_allowed(name: str, rules: LayoutRules) -> bool:
-    return name not in rules.forbidden and (rules.allowed is None or name in rules.allowed)
 
 
 def _name(strategy: OpLayout, axes: GraphAxes) -> str:

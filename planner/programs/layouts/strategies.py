@@ -194,7 +194,7 @@ def _fits(
     return True
 
 
-_SUM_REDUCTION = 2
+_SUM_REDUCTION = 2  # torch's number of the reduction "sum"
 
 
 def strategies(
@@ -379,7 +379,7 @@ class _Strategies:
         return not self.graph.tensors[name].is_whole_numbered
 
     def _unsplit(self, name: str) -> Layout:
-        """Return R for a value with a gradient, which is then a partial sum, and else I."""
+        """Return R, the layout with a partial gradient, for a value with a gradient, else I."""
         flows = any(self.graph.tensors[out].requires_grad for out in self.op.outputs)
         return REPLICATED if flows and self.graph.tensors[name].requires_grad else WHOLE
 

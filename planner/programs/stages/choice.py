@@ -332,7 +332,7 @@ def _along_paths(chooser: Chooser) -> StageAnswer:
             return chooser.answer(min(divided.bound_seconds + chooser.once, chooser.top))
     longest = min(count - stages + 1, 1 + -(-4 * count // (3 * stages)))
     while True:
-        # in no cut do more layers lie before or behind a stage than the other stages may have
+        # no cut has more layers before or behind a stage than the other stages can have
         columns = chooser.columns.of_all(
             (stage, first, stop)
             for stage, first, stop in question.different_intervals(longest)

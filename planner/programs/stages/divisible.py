@@ -225,7 +225,10 @@ class Divisible:
             longest_chains(
                 question.arrangement.schedule,
                 question.shape,
-                [_seconds_of(row) for row in (times[:, :TRANSFER] * self.unit).tolist()],
+                [
+                    StageSeconds.from_kinds(row)
+                    for row in (times[:, :TRANSFER] * self.unit).tolist()
+                ],
                 transfer_seconds=[self._sending * self.unit] * (question.shape.stages - 1),
                 reduction_seconds=(self._reduced() * self.unit).tolist(),
             )
@@ -285,8 +288,8 @@ class Divisible:
     def _host_is_waited_for(self, stage: int) -> list[int]:
         """Add host_is_waited_for; return the column H of a stage, if it may wait.
 
-        A stage waits for the tensors of its last layer on the host. So of a layer, the least wait
-        of its class and of later ones counts.
+        A stage waits for the tensors of its last layer on the host. This may be any layer, so each
+        counts with the least wait of its own class and of all later ones.
         """
         question, pieces = self.question, self.parts[stage].pieces
         there = [one for one in pieces if one.piece.cost.host_saved_bytes]
@@ -385,13 +388,3 @@ class Divisible:
         least = -sent - self._updating
         self.program.add_row(np.array(columns), np.array(factors), most=least)
         return True
-
-
-def _seconds_of(times: Sequence[float]) -> StageSeconds:
-    forward, backward, inputs, weights = times
-    return StageSeconds(
-        forward_seconds=forward,
-        backward_seconds=backward,
-        input_gradient_seconds=inputs,
-        weight_gradient_seconds=weights,
-    )

@@ -303,21 +303,17 @@ class StageProgram(_CutProgram):
         return table
 
     def _gathers_come_first(self) -> None:
-        starts: list[Term] = []
+        before: list[Term] = []  # what passes before the stage's first forward
+        first: list[list[Term]] = []  # the same, before the first forward of each rank
         for stage, own in enumerate(self.stages):
+            if stage < self.question.shape.ranks:
+                first.append(before)
             gathers = [(one, one.column.offer.first_gather_seconds) for one in own]
             if any(seconds for _, seconds in gathers):
-                before = [(time, -weight) for time, weight in starts]
-                rank = self.question.ranks[stage]
-                if rank != stage:  # a later stage of a rank that began with another one
-                    before = [(time, -1.0) for time, _ in self._started[rank]]
-                terms = [(self.gathers, -1.0), *self._seconds(gathers), *before]
+                waited = first[self.question.ranks[stage]]
+                terms = [(self.gathers, -1.0), *self._seconds(gathers), *waited]
                 self._add(terms, "<=", 0.0, f"gather_of_stage_{stage}")
-            if stage == 0:
-                self._started: list[list[Term]] = []
-            if stage < self.question.shape.ranks:
-                self._started.append(list(starts))
-            starts = [*starts, (self.times[stage][0], 1.0), (self.times[stage][TRANSFER], 1.0)]
+            before = [*before, (self.times[stage][0], -1.0), (self.times[stage][TRANSFER], -1.0)]
 
     def _optimizers_end(self) -> None:
         for rank, stages in enumerate(self.question.stages_of):

@@ -221,8 +221,8 @@ def within_host(
 ) -> tuple[frozenset[Recompute], ...]:
     """Return the modes of layers without those for which the host's memory is too small.
 
-    A mode is one if all layers together need more. The modes with more tensors there go first.
-    Stages count as equal. A layer keeps the mode if it has no other.
+    While the largest needs of all layers together exceed that memory, a mode is removed from every
+    layer that has another one; first the mode that saves most there. Stages count as equally large.
     """
     held = sum(host_bytes(modes[Recompute.NONE], arrangement) for modes in rows)
     flying = max(in_flight(arrangement.schedule, pipeline_shape(arrangement)))
@@ -232,7 +232,7 @@ def within_host(
             max((modes[one].host_saved_bytes for one in own if one.is_on_host), default=0)
             for own, modes in zip(allowed, rows, strict=True)
         ]
-        staying = next(filter(None, reversed(sizes)), 0)  # of the last of them, on the device
+        staying = next(filter(None, reversed(sizes)), 0)  # the last such layer saves on the device
         if held + sum(sizes) * flying - staying <= limit_bytes * arrangement.pipeline:
             break
     return allowed

@@ -96,7 +96,7 @@ def test_what_buffers_have_no_part_in_is_refused_as_ever(
 
 def test_a_plan_tells_which_and_keeps_it_in_its_file(tmp_path: Path) -> None:
     told = narrowed_buffers_note(_planned(graph_of_code(tmp_path, SUMMED), tmp_path))
-    assert told.startswith("the model computes with table (fp32) and activations in bf16")
+    assert told.startswith("the model combines table (fp32) with activations in bf16")
     assert "forward writes" not in told
     graph = graph_of_code(tmp_path, WRITTEN, "y = y - self.mean")
     assert "The forward writes to mean" in narrowed_buffers_note(_planned(graph, tmp_path))

@@ -132,7 +132,7 @@ def solved(case: Case) -> tuple[Solved, ...]:
 def _solved(every: Explorer) -> Iterator[Solved]:
     for point in every.points:
         for variant in every.points.variants(point):
-            found = every.judge.solve(variant).candidate
+            found = every.solver.solve(variant).candidate
             value = found.prediction.step_seconds if found else inf
             yield Solved(
                 arrangement=variant,

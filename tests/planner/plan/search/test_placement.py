@@ -141,14 +141,14 @@ def _seconds(explorer: Explorer, cluster: Cluster) -> float:
         for point in points
         for variant in explorer.points.variants(point)
         for cut in _cuts(explorer, variant)
-        for size in explorer.judge.demands.bucket_bytes
+        for size in explorer.solver.demands.bucket_bytes
     )
 
 
 def _cuts(explorer: Explorer, arrangement: Arrangement) -> Iterator[tuple[int, ...]]:
     """Yield where stages begin and end, wherever they may."""
     layers, stages = len(explorer.subject.layers.layers), arrangement.pipeline
-    demands = explorer.judge.demands
+    demands = explorer.solver.demands
     allowed, pins = demands.is_cuttable, demands.pins
     places = [place for place in range(1, layers) if allowed[place - 1]]
     for inner in combinations(places, stages * arrangement.stages_per_rank - 1):
@@ -179,8 +179,8 @@ def _priced(
         costs,
         arrangement,
         cluster,
-        constants=explorer.judge.questions.constants,
-        model_flops=explorer.judge.model_flops,
+        constants=explorer.solver.questions.constants,
+        model_flops=explorer.solver.model_flops,
         tied_gradient_bytes=explorer.costing.tied_gradient_bytes(inside),
     ).step_seconds
 

@@ -74,11 +74,11 @@ def test_layouts_that_are_too_slow_are_left_out_and_not_called_too_large(
 ) -> None:
     graph, axes, layers = parts_of(*TINY_GPT2)
     subject = SearchSubject(graph=graph, axes=axes, layers=layers)
-    judge = Explorer(subject, choose_cluster(2, "h100-sxm"), declared(global_batch=8)).judge
-    limits = dict.fromkeys(judge.demands.limit_bytes, 1)
+    solver = Explorer(subject, choose_cluster(2, "h100-sxm"), declared(global_batch=8)).solver
+    limits = dict.fromkeys(solver.demands.limit_bytes, 1)
     split = tiny(2, pins__tp=2, pins__dp=1).arrangement
-    demands = replace(judge.demands, limit_bytes=limits, may_waste_ranks=True)
-    answer = judge.under(demands).solve(split, least=lambda _: least_seconds, known_seconds=0.5)
+    demands = replace(solver.demands, limit_bytes=limits, may_waste_ranks=True)
+    answer = solver.under(demands).solve(split, least=lambda _: least_seconds, known_seconds=0.5)
     assert answer.candidate is None
     assert answer.bound_seconds == least_seconds
 

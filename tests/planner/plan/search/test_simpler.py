@@ -58,7 +58,7 @@ def every(number: int) -> tuple[Candidate, ...]:
     """Solve every arrangement of a case by itself, nothing left out."""
     own = explorer(number, 0.0)
     answers = (
-        own.judge.solve(variant).candidate
+        own.solver.solve(variant).candidate
         for point in own.points
         for variant in own.points.variants(point)
     )

@@ -139,9 +139,9 @@ def _seconds(explorer: Explorer, arrangement: Arrangement) -> float:
             [[modes[Recompute.NONE] for modes in row]],
             replace(arrangement, bucket_bytes=size, compression=compressed),
             explorer.costing.cluster,
-            constants=explorer.judge.questions.constants,
-            model_flops=explorer.judge.model_flops,
+            constants=explorer.solver.questions.constants,
+            model_flops=explorer.solver.model_flops,
         ).step_seconds
-        for size in explorer.judge.demands.bucket_bytes
+        for size in explorer.solver.demands.bucket_bytes
         for compressed in explorer.choices.compressed
     )

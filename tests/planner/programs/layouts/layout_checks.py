@@ -42,14 +42,13 @@ def solve_layouts(
     shape: GroupShape,
     rules: LayoutRules = FREE,
     budget: Budget = _WHOLE_FRONT,
-    microbatches: int = 1,
     most_nodes: int = MOST_NODES,
     solver: SolverName | None = None,
 ) -> tuple[LayoutSolution, ...]:
     """Return the Pareto-optimal layouts, the fastest first."""
     place = LayoutInput(
         graph=graph, axes=axes, layers=layers, pricer=pricer, degree=degree, shape=shape,
-        rules=rules, microbatches=microbatches,
+        rules=rules,
     )  # fmt: skip
     return LayoutProgram(place, budget, most_nodes=most_nodes, solver=solver).front()
 

@@ -99,7 +99,7 @@ def test_no_layouts_are_faster_than_their_weights_allow(model: SmallModel, seed:
     place = LayoutInput(
         graph=model.graph, axes=model.axes, layers=model.layers,
         pricer=_pricer(model, batch=2, seed=seed), degree=DEGREE,
-        shape=GroupShape(ranks=DEGREE, crossings=()), rules=FREE, microbatches=1,
+        shape=GroupShape(ranks=DEGREE, crossings=()), rules=FREE,
     )  # fmt: skip
     program = LayoutProgram(place, Budget())
     limits, count = program.weight_limits(), len(model.layers.classes[model.layers.largest].layers)
@@ -128,7 +128,7 @@ def test_a_tensor_with_two_consumers_leaves_the_relaxation_whole(seed: int) -> N
     place = LayoutInput(
         graph=model.graph, axes=model.axes, layers=model.layers,
         pricer=_pricer(model, batch=2, seed=seed), degree=DEGREE,
-        shape=GroupShape(ranks=DEGREE, crossings=()), rules=FREE, microbatches=1,
+        shape=GroupShape(ranks=DEGREE, crossings=()), rules=FREE,
     )  # fmt: skip
     problem = priced_problem(place, frame_of(place))
     units = ProgramUnits(second_unit=1.0, byte_unit=1.0, saved_factor=1.0, weight_factor=1.0)

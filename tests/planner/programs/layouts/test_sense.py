@@ -46,7 +46,7 @@ def _front(
     )  # fmt: skip
     shape = group_shape(choose_cluster(DEGREE, device), DEGREE, 1)
     front = solve_layouts(
-        graph, axes, layers, pricer, degree=DEGREE, shape=shape, microbatches=1,
+        graph, axes, layers, pricer, degree=DEGREE, shape=shape,
         rules=LayoutRules(forbidden=tuple(forbidden), pins=pins),
         budget=Budget(weight_factor=8),
     )  # fmt: skip
