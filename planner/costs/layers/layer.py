@@ -47,7 +47,7 @@ def layer_memory(
 ) -> Mapping[Recompute, LayerMemory]:
     """Return the memory of a layer in each recompute mode.
 
-    saved = `saved_places`; transient = the largest working set + what is made again or comes back
+    saved = `saved_places`; transient = the largest working set + what is recomputed or fetched
     """
     everything = kept_places(flow)
     working = max((working_bytes(flow, one) for one in flow.ops), default=0)

@@ -266,9 +266,9 @@ class MeasuredStep:
 def measured_step(plan: StoredPlan, folder: Path) -> MeasuredStep:
     """Return the last step in a folder of profiles, which has a folder for each step."""
     steps = [one for one in folder.glob("*") if re.fullmatch(r"\d{1,15}", one.name, re.ASCII)]
-    last = max(steps, key=lambda one: int(one.name), default=folder)
-    files = sorted(last.glob("rank-*[0-9].json"))
-    if not files:
+    last = max(steps, key=lambda one: int(one.name), default=None)
+    files = [] if last is None else sorted(last.glob("rank-*[0-9].json"))
+    if last is None or not files:
         raise InputError(
             f"there is no profile in {folder}",
             expected="what a script writes with --profile-step 20 --metrics FILE",

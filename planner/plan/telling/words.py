@@ -209,7 +209,7 @@ def parts_apart(plan: Plan) -> str:
 
 
 def replicas_apart(plan: Plan) -> str:
-    """Return what local steps change, or ""."""
+    """Return how local steps change the training, or ""."""
     arranged = plan.arrangement
     if not arranged.is_local:
         return ""
@@ -229,7 +229,7 @@ def _turns(plan: Plan) -> str:
 
 
 def sums_apart(plan: Plan) -> str:
-    """Return what compression that loses something of gradients changes, or ""."""
+    """Return how lossy compression of gradients changes the training, or ""."""
     if not (own := plan.arrangement.compression).keeps_lost:
         return ""
     why = f"data ranks sum gradients {own.sums}, as was allowed, so this is not quite the training"

@@ -15,7 +15,7 @@
     memory_is_kept         Σ (state + held · saved) · x + W  ≤  the rank's limit  (cut_bounds.py)
     reductions_outlast     R of a stage  ≥  the share of its reduction that slows its last backward
                            R of a stage  ≥  its reduction  −  its backward after its last layer
-                           S of a stage  =  Σ seconds · x  ( + R, if only the last one reduces)
+                           S of a stage  =  Σ seconds · x  (+ R, if only the last backward reduces)
     gathers_come_first     G  ≥  the gather of each stage of the rank that starts first
     chains_are_no_longer   Σ count · t  +  Σ S of the rank on which the chain ends  ≤  T − G − O
 

@@ -168,7 +168,7 @@ def _amounts(way: Way) -> list[float]:
 
 
 def _filled(question: StageQuestion, rank: int, offers: Sequence[Sequence[Offer]]) -> Way | None:
-    """Return a way that fits: the lightest, made faster where a second costs the fewest bytes."""
+    """Return a way that fits: from the lightest on, take what gains most seconds for each byte."""
     memory = RankMemory(question, rank, offers)
     limit = memory.limit_bytes
     for _ in range(_MOST_TRIES):

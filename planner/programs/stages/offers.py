@@ -1,4 +1,4 @@
-"""Lists the offers for stages, mixes of layers with their prices; computes the memory of ranks.
+"""Lists the offers for stages (mixes of layers with their prices), and computes ranks' memory.
 
 An offer is a possible stage: its layers' modes, seconds and bytes. The only stage of a rank has all
 of its memory, so only mixes that fit are offered; if the stage fits without recomputation, only

@@ -5,8 +5,8 @@ is a border between layers; all borders inside a run of equal layers are one pla
 number of layers matters there. Over the columns c of each stage p,
 
     z[c] ∈ {0,1}      stage p is the column c
-    y[c] ∈ [0,1]      instead of z[c], if mixes between these columns are not offered: the columns
-                      are blended, so that the optimum is only a bound
+    y[c] ∈ [0,1]      instead of z[c], if some mixes between these columns are not offered: blends
+                      of the columns stand for them, and the optimum is only a bound
     u[i] ∈ {0,1}      with y: stage p is the interval i, to which these columns belong
     t[p,k]            seconds of stage p in action k (paths.py), transfers among them
     L, G, O ≥ 0       the longest chain, what is gathered before it, the slowest optimizer

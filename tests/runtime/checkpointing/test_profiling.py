@@ -111,3 +111,9 @@ def test_a_damaged_profile_is_told(tmp_path: Path, name: str | None, text: str, 
         (folder / name).write_text(text, encoding="utf-8")
     with pytest.raises(InputError, match=told):
         measured_step(plan_of("pp"), tmp_path)
+
+
+def test_a_profile_outside_of_the_folder_of_a_step_is_none(tmp_path: Path) -> None:
+    (tmp_path / "rank-0.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(InputError, match="there is no profile"):
+        measured_step(plan_of("pp"), tmp_path)
