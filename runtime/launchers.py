@@ -1,7 +1,7 @@
-"""Finds what this process was given: its place among the ranks, memory and cores.
+"""Finds this process's place among the ranks, and the memory and cores that it may use.
 
-Environment variables of its launcher tell the place. torchrun and Kubernetes set the variables that
-torch reads. srun, and the mpirun of Open MPI and MPICH, set variables of their own, which tell
+The launcher tells the place in environment variables. torchrun and Kubernetes set the variables
+that torch reads. srun, and the mpirun of Open MPI and MPICH, set variables of their own, which name
 neither the first rank's host nor a free port.
 """
 
@@ -33,7 +33,7 @@ class UnknownPlaceError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launcher:
-    """The names of the variables that a launcher sets; "" for those that it does not set."""
+    """A launcher, and the names of the variables that it sets; "" for one that it does not set."""
 
     name: str
     start: str  # the command for COUNT ranks
@@ -41,11 +41,11 @@ class Launcher:
     world_size: str
     local_rank: str = ""
     local_world_size: str = ""
-    tasks_of_nodes: str = ""  # in place of the local world size: the ranks of each node, "4(x2),3"
+    tasks_of_nodes: str = ""  # used without local_world_size: ranks of each node, as "4(x2),3"
     node: str = ""
     nodes: str = ""
     hosts: str = ""  # the names of all nodes, "gpu[01-04],big"
-    job: tuple[str, ...] = ()  # ids of this start: equal on all its ranks
+    job: tuple[str, ...] = ()  # ids of this start, equal on all its ranks
 
 
 TORCHRUN = Launcher(
@@ -143,7 +143,7 @@ def own_place() -> ProcessPlace:
 
 
 def has_one_device(place: ProcessPlace, variables: Mapping[str, str]) -> bool:
-    """Whether srun, or a wrapper under mpirun, lets this process see only a device of its own."""
+    """Whether srun, or a wrapper under mpirun, shows this process only its own device."""
     is_told = any(name in variables for name in _VISIBLE_DEVICES)
     return is_told and place.launcher is not TORCHRUN
 
@@ -194,13 +194,12 @@ def _local(
 ) -> tuple[int, int]:
     """Return this process's local rank and local world size.
 
-    A pod of Kubernetes has no variables for them. Then each rank counts as alone on its machine, or
-    all as on one machine if the first rank listens on the loopback address.
+    A pod of Kubernetes has no variables for them. Each rank is then taken to be alone on its
+    machine; but if the first rank listens on the loopback address, all share one machine.
     """
     is_one_node = _is_loopback(variables.get("MASTER_ADDR", ""))
-    alone = (rank, world_size) if is_one_node else (0, 1)
-    local_rank = _number(launcher.local_rank, variables, default=alone[0])
-    default = alone[1]
+    default_rank, default = (rank, world_size) if is_one_node else (0, 1)
+    local_rank = _number(launcher.local_rank, variables, default=default_rank)
     if launcher.tasks_of_nodes in variables:
         tasks = _tasks(launcher.tasks_of_nodes, variables)
         node = _number(launcher.node, variables, default=0)
@@ -271,14 +270,14 @@ def _is_loopback(host: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryGroup:
-    """A control group of this process: the memory that its processes may use, and what is left."""
+    """A control group of this process: the memory that it may use, and how much of that is free."""
 
     limit_bytes: int
     free_bytes: int  # caches of files that can be dropped count as free
 
 
-# Names of version 2 and of version 1: the kind, and its files with the limit and the used bytes;
-# in `memory.stat`, the bytes of files that can be dropped.
+# For control groups of version 2, then of version 1: the kind of group, its files with the limit
+# and with the used bytes, and the line of `memory.stat` with the bytes of cached files.
 _GROUPS = (
     ("", "memory.max", "memory.current", "inactive_file"),
     ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -289,7 +288,7 @@ _PROCESS, _CONTROL_GROUPS = Path("/proc/self"), Path("/sys/fs/cgroup")
 
 
 def memory_groups(proc: Path = _PROCESS, groups: Path = _CONTROL_GROUPS) -> Iterator[MemoryGroup]:
-    """Yield the control groups of this process that limit its memory, and those above them.
+    """Yield the control groups that limit this process's memory, from the root down.
 
     A container or a job has less memory than its machine.
     """
@@ -303,7 +302,7 @@ def memory_groups(proc: Path = _PROCESS, groups: Path = _CONTROL_GROUPS) -> Iter
 
 
 def usable_cores(proc: Path = _PROCESS, groups: Path = _CONTROL_GROUPS) -> int:
-    """Return how many cores this process may keep busy: a container or a job may have a share."""
+    """Return how many cores this process may keep busy: its container or job may not have all."""
     if hasattr(os, "sched_getaffinity"):
         every = len(os.sched_getaffinity(0))
     else:
@@ -312,7 +311,7 @@ def usable_cores(proc: Path = _PROCESS, groups: Path = _CONTROL_GROUPS) -> int:
 
 
 def _core_limits(proc: Path, groups: Path) -> Iterator[float]:
-    """Yield the cores that control groups of version 2, then of version 1, leave this process."""
+    """Yield the limits on cores from control groups of version 2, then of version 1."""
     for folder in _folders("", proc, groups):
         with suppress(OSError, ValueError):  # no such file, or "max": no limit
             quota, period = (folder / "cpu.max").read_text(encoding="ascii").split()
@@ -326,9 +325,9 @@ def _core_limits(proc: Path, groups: Path) -> Iterator[float]:
 
 
 def _folders(kind: str, proc: Path, groups: Path) -> Iterator[Path]:
-    """Yield the folders of this process's control groups of a kind, from the root on.
+    """Yield the folders of this process's control groups of a kind, from the root down.
 
-    Version 1 has a folder for each kind, version 2 one for all: its kind is "".
+    Version 1 has a tree of groups for each kind. Version 2 has one tree, whose kind is "".
     """
     with suppress(OSError):
         lines = (proc / "cgroup").read_text(encoding="utf-8").splitlines()
@@ -339,7 +338,7 @@ def _folders(kind: str, proc: Path, groups: Path) -> Iterator[Path]:
 
 
 def _held_bytes(group: Path, used: str, dropped: str) -> int:
-    """Return the bytes of a group that nothing else can have; 0 if it does not tell."""
+    """Return the used bytes of a group, without cached files; 0 if its files do not tell."""
     with suppress(OSError, ValueError, KeyError):
         lines = (group / "memory.stat").read_text(encoding="ascii").splitlines()
         statistics = dict(line.split() for line in lines)

@@ -1,4 +1,4 @@
-"""Makes texts safe to print: without control characters and secrets, perhaps in one line."""
+"""Makes texts safe to print: spells out control characters, and hides secrets."""
 
 from __future__ import annotations
 

@@ -169,10 +169,10 @@ def watch_for_leaving_ranks() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """The store through which leaving ranks agree.
+    """The store in which leaving ranks agree on one message and one moment.
 
-    Before all ranks have joined, only the ranks of one node use the same keys. No keys are shared
-    with an earlier start by torchrun.
+    Before all ranks have joined, only the ranks of one node use the same keys. Each start by
+    torchrun has its own keys.
     """
 
     store: Any
@@ -298,7 +298,7 @@ def _end(code: int) -> NoReturn:
 
 
 def _end_undisturbed(code: int) -> None:
-    """End this process with an exit code, even if torchrun sends signals meanwhile."""
+    """Make sure that this process exits with a code, even if torchrun sends signals meanwhile."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         atexit.register(_end, code)
@@ -311,7 +311,7 @@ def _end_undisturbed(code: int) -> None:
 def _leave_groups() -> None:
     """Abort nccl's groups, which would otherwise wait at exit for messages that never come.
 
-    torch's destroy_process_group waits for all ranks, which may not know that this one leaves.
+    torch's destroy_process_group waits for all ranks, but they may not know that this one leaves.
     """
     if dist.is_initialized() and dist.get_backend() == "nccl":
         with suppress(RuntimeError):

@@ -355,13 +355,13 @@ def refuse_unwritable(folder: Location, *, fix: str) -> None:
 def _refuse_in_checkpoint(
     path: Location, *, option: str, fix: str, beside: Location | None
 ) -> None:
-    for one in _with_all_around(path.resolve()):
+    for one in _with_parents(path.resolve()):
         if _is_checkpoint(one, beside):
             refuse(f"{option}: {path} is in the checkpoint {one}, which stays as it is", fix=fix)
 
 
-def _with_all_around(path: Location) -> Iterator[Location]:
-    """Yield a path and its parents."""
+def _with_parents(path: Location) -> Iterator[Location]:
+    """Yield a path and all folders that contain it."""
     if isinstance(path, Path):
         yield from (path, *path.parents)
         return

@@ -9,8 +9,8 @@ neighbours. The pipeline axis varies slowest:
     rank = (pipeline · data_size + data) · tensor_size + tensor
     data = replica · shard_size + shard
 
-With local steps, the shard axis has the data ranks of one replica, also if they do not share a
-sharded copy.
+With local steps (DiLoCo), the shard axis has the data ranks of one replica, even if they do not
+share a sharded copy.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ _STDOUT, _STDERR = 1, 2
 def join_streams() -> None:
     """Send stderr to stdout, in a rank that `autopar run` has started.
 
-    torchrun follows a log file per stream and shows new lines from time to time, so that lines of
-    two streams would be out of order.
+    torchrun has a log file for each stream and prints the new lines of each from time to time, so
+    the lines of two streams would be out of order.
     """
     if RUN_TOKEN in os.environ and "TORCHELASTIC_RUN_ID" in os.environ:
         sys.stdout.flush()
@@ -136,7 +136,7 @@ class Mesh:
         return self.shard if self.sync_every else self.data
 
     def is_alike(self, step: int) -> bool:
-        """Whether all replicas have the same parameters after a step that is not the last.
+        """Whether all replicas have the same parameters after a step; not for the last step.
 
         With local steps they differ between two outer steps.
         """

@@ -32,7 +32,7 @@ from autopar.runtime.ranks.leaving import MISMATCH
 from autopar.runtime.ranks.refusal import refuse
 
 _RENDEZVOUS_POLL_SECONDS = 0.02
-_AGAIN = timedelta(seconds=1)  # a rank waits this long before it looks for another word
+_AGAIN = timedelta(seconds=1)  # a rank waits this long for `done`, then reads its answer again
 _RENDEZVOUS_ROOM = "autopar/start"
 
 
@@ -179,9 +179,9 @@ def _refuse(found: str) -> None:
 def _choose_interface(store: Store, place: ProcessPlace, timeout: timedelta) -> None:
     """Set the variables that name the network interface, unless they are set.
 
-    The interface is the one that leads to the first rank. On the first rank's own machine its name
-    may resolve to loopback; then the other nodes write into the store under which address they see
-    it. If all nodes see loopback, they are on one machine, and nothing is set.
+    The interface is the one that leads to the first rank. On the first rank's own machine, the
+    machine's name may resolve to loopback; the other nodes then write into the store which address
+    it has for them. If all nodes see loopback, they are on one machine, and nothing is set.
     """
     first, own = _addresses_towards(place.address, place.port)
     if not _is_loopback(own):

@@ -149,9 +149,9 @@ class StartingWeights:
 class Option:
     """An option of scripts.
 
-    Its default is the script's constant called `setting`. A script without the constant that the
-    option `needs` does not offer the option, whose value is then `without`: without WORKERS there
-    is no dataset, without EVAL_EVERY no evaluation, without BETAS the model file has its own
+    Its default is the script's constant called `setting`. A script that lacks the constant called
+    `needs` does not offer the option; its value is then `without`. A script without WORKERS has no
+    dataset, one without EVAL_EVERY no evaluation; without BETAS, the model file has its own
     optimizer.
     """
 

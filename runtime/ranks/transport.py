@@ -166,13 +166,14 @@ class HostLink:
         return self._device.type == "cuda"
 
     def empty(self, elements: int, dtype: torch.dtype) -> Tensor:
-        """Allocate memory of the host that the device can read and write by itself."""
+        """Allocate pinned memory of the host, which the device reads and writes directly."""
         return torch.empty(elements, dtype=dtype, device="cpu", pin_memory=self.is_apart)
 
     def send(self, part: Tensor, home: Tensor, then: Callable[[], object] = bool) -> None:
-        """Start to copy a part, which may be freed at once; call `then` after it has arrived.
+        """Start to copy a part to `home`; the caller may free the part at once.
 
-        Waits while too many copies are under way. `then` is called in a later `send` or in `wait`.
+        Waits while too many copies are under way. Once the copy has ended, a later `send` or `wait`
+        calls `then`.
         """
         if not self.is_apart:
             home.copy_(part)
@@ -187,9 +188,9 @@ class HostLink:
         part.record_stream(self._stream)
 
     def copy(self, source: Tensor, target: Tensor) -> None:
-        """Start to copy a tensor once the device has done what it has been given so far.
+        """Start to copy a tensor after all work that the device has been given so far.
 
-        Both tensors stay as they are until the copy's end, for which `mark` and `join` wait.
+        The caller must keep both tensors unchanged until the copy ends (see `mark` and `join`).
         """
         if not self.is_apart:
             target.copy_(source)
@@ -200,13 +201,13 @@ class HostLink:
             target.copy_(source, non_blocking=True)
 
     def mark(self, *, comes_back: bool) -> Any:
-        """Return the end of all copies so far in one direction; None on a CPU."""
+        """Return an event at the end of all copies so far, to the host or back; None on a CPU."""
         if not self.is_apart:
             return None
         return (self._back if comes_back else self._stream).record_event()
 
     def join(self, end: Any) -> None:
-        """Let the device compute nothing more before copies have ended."""
+        """Make the device wait for an event of `mark` before it computes anything more."""
         if end is not None:
             torch.cuda.current_stream(self._device).wait_event(end)
 
@@ -222,7 +223,7 @@ class HostLink:
 
 
 class HostPart:
-    """A rank's part of a bucket's mean in the host's memory, summed over a step's backwards."""
+    """A rank's part of a bucket's gradients, summed in the host's memory over all backwards."""
 
     def __init__(self, link: HostLink, elements: int, dtype: torch.dtype) -> None:
         self.memory = link.empty(elements, dtype)
@@ -246,7 +247,7 @@ class HostPart:
         return self.memory
 
     def forget(self) -> None:
-        """Begin another step."""
+        """Let the next part begin a new sum."""
         self._is_begun = False
 
 
@@ -330,7 +331,7 @@ def _group_of_this_rank(
 
 
 def replicas_apart(mesh: Mesh) -> Axis:
-    """Return the replica axis with process groups of its own, whose messages wait for no others."""
+    """Return the replica axis with its own process groups, whose messages wait for no others."""
     if mesh.replica.size == 1:
         return mesh.replica
     copies, width = mesh.replica.size, mesh.shard.size * mesh.tensor.size  # of a replica's stage

@@ -102,8 +102,8 @@ def place_of(function: Callable[..., Any] | None) -> str:
 def tell_errors_once() -> None:
     """Print an uncaught error as one message for all ranks, not as a traceback on each.
 
-    All ranks exit with the message of the first rank that fails. For a process that exits by other
-    means before its training is over, a message is printed, too.
+    All ranks exit with the message of the first rank that fails. A process that exits otherwise
+    before its training is over prints a message, too.
     """
     # torch's pipelines would log the error, too
     logging.getLogger("torch.distributed.pipelining").setLevel(logging.CRITICAL)
@@ -204,8 +204,8 @@ class _Line(NamedTuple):
 
 def _lines(error: BaseException) -> Iterator[_Line]:
     for one in traceback.extract_tb(error.__traceback__):
-        is_between = one.name in ("__torch_dispatch__", "__torch_function__")
-        whose = _LineOrigin.LIBRARY if is_between else _whose(one.filename)
+        is_mode = one.name in ("__torch_dispatch__", "__torch_function__")
+        whose = _LineOrigin.LIBRARY if is_mode else _whose(one.filename)
         yield _Line(whose, one.filename, one.lineno, one.name)
 
 
