@@ -105,7 +105,7 @@ class StreamedRows(IterableDataset[Row]):
                 refuse_empty(self.dataset, is_first=epoch == 0)
 
     def _check_length(self, number: int, *, is_end: bool) -> None:
-        """Exit if a stream has another number of rows than its __len__, and steps depend on it."""
+        """Exit if steps depend on a stream's __len__, and it has another number of rows."""
         told = self.epochs.rows
         if told is not None and is_end != (number == told) and number:
             refuse(
@@ -205,8 +205,8 @@ def weighed_by_rows(
 
     `rows` is the number of microbatches in a step, and the rows of each. At the end of an epoch a
     microbatch may have fewer rows, but at least `fewest`. A rank without rows for a microbatch
-    repeats another row with weight 0, if the model allows it (`may_repeat`). Weights are for a loss
-    that is a mean over rows: if each rank adds up its weighted losses, the mean of these sums over
+    repeats another row with weight 0, if the model allows it (`may_repeat`). The weights fit a loss
+    that is a mean over rows: each rank adds up its weighted losses, and the mean of these sums over
     ranks is the mean over the step's rows.
     """
     microbatches, microbatch = rows

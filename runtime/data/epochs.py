@@ -60,7 +60,7 @@ class Epochs:
             left = self.rows
 
     def last_steps(self, begun: int) -> set[int]:
-        """Return the rows of the smaller last steps (PAD): of the current epoch, of later ones."""
+        """Return the numbers of rows of smaller last steps (PAD), in this epoch and later ones."""
         if self.rows is None or self.last is not LastRows.PAD:
             return set()
         lefts = (self.rows % self.per_step, (self.rows - begun % self.rows) % self.per_step)
@@ -147,10 +147,10 @@ Row = TypeVar("Row")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """A microbatch: its rows over all data ranks, and the slice of one rank.
+    """A microbatch: its number of rows on all data ranks, and the slice of one rank.
 
-    `part` is the weight of the rank's mean loss if losses are averaged over ranks: the rank's rows
-    divided by the step's rows, times the number of ranks.
+    `part` is the weight of the rank's mean loss, because losses are averaged over ranks: the rank's
+    rows divided by the step's rows, times the number of ranks.
     """
 
     block: int
@@ -163,7 +163,7 @@ class Dealing:
     """Distributes the rows of a step over data ranks, as seen from one rank.
 
     `each` is the number of rows in a microbatch, for each data rank; `fewest` is the smallest
-    allowed number. Only if `may_repeat` is set can a rank get a row with weight 0.
+    allowed number. Only if `may_repeat` is set may a rank repeat a row, with weight 0.
     """
 
     each: tuple[int, ...]
@@ -241,8 +241,8 @@ def _shares(dealing: Dealing, rows: int) -> tuple[Share, ...]:
 def _counts(dealing: Dealing, rows: int) -> Sequence[int]:
     """Return the rows of each microbatch on each data rank, block by block; () if impossible.
 
-    A step with fewer rows fills as many microbatches as possible with `fewest` rows. The remaining
-    rows are distributed in proportion to the room that is left.
+    A step with fewer rows puts `fewest` rows into as many microbatches as possible. It distributes
+    the remaining rows over these in proportion to the room that is left.
     """
     most = dealing.each * dealing.microbatches
     if rows == dealing.per_step:

@@ -34,7 +34,7 @@ Counting: TypeAlias = Callable[[Mapping[str, Any]], Tensor]
 # (counts, number of parts that they come from) → the loss's divisor
 Divisor: TypeAlias = Callable[[Tensor, float], Tensor]
 
-_MOST_STEPS_BACK = 4  # ops searched from a loss back to its division, past casts and factors
+_MOST_STEPS_BACK = 4  # ops between a loss and its division (casts, factors) that are searched
 MOST_STEPS_AHEAD = 4  # steps read ahead: few, because host memory holds their batches
 
 
@@ -137,7 +137,7 @@ def _counted_ahead(
 ) -> Iterator[tuple[Batch, Tensor, Tensor]]:
     """Yield microbatches with their weights by rows and by counts.
 
-    The targets of a microbatch whose weight by rows is 0 (it repeats rows) count 0.
+    A microbatch that only repeats rows (weight 0) counts no targets.
 
     Batches are read one step ahead, then two, then four. The counts of several steps are summed
     over ranks in one message. (One message per step took 0.3 ms on two gloo processes, and made all
@@ -209,7 +209,7 @@ def scale_loss(loss: Tensor, scale: Tensor) -> Tensor:
 
 
 def send_nothing_back(loss: Tensor, scale: Tensor) -> None:
-    """Make the gradient of a mean over no targets zero: as that of 0 ÷ 0, it would be nan."""
+    """Make the gradient of a mean over no targets zero; that of 0 ÷ 0 would be nan."""
 
     def sent(gradients: tuple[Tensor | None, ...], _: Any) -> tuple[Tensor | None, ...]:
         return tuple(one if one is None else one.masked_fill(scale == 0, 0) for one in gradients)

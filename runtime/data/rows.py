@@ -95,12 +95,12 @@ def apart(columns: Row) -> Row:
 
     A collate function may return the same tensor under two keys, or two views of a tensor.
     """
-    apart_ones: Row = {}
+    found: Row = {}
     for key, value in columns.items():
         others = (columns[other] for other in columns if other != key)
         is_shared = any(_overlap(value, other) for other in others)
-        apart_ones[key] = value.clone() if is_shared else value
-    return apart_ones
+        found[key] = value.clone() if is_shared else value
+    return found
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:
@@ -210,9 +210,9 @@ def rows_like(
 ) -> DatasetRows:
     """Return the rows of a dataset with the keys of an example batch.
 
-    Exits if the first row does not fit, and prints what the dataset should return. Prints notes
-    about entries of this row that the example lacks, about other shapes, and about fewer rows than
-    `at_once`, the rows that the data ranks train on at once.
+    Exits if the first row does not fit, and prints what the dataset should return. Prints notes if
+    this row has entries that the example lacks or other shapes, and if the dataset has fewer rows
+    than `at_once`, on which the data ranks train at once.
     """
     with exit_on_row_error(dataset):
         first = dataset[0]

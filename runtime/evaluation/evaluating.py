@@ -139,9 +139,9 @@ class Evaluation:
     A microbatch is weighted by its rows, or by its valid `targets` if the loss is a mean over
     these. If the loss adds several means, each mean is weighted by its count, which `terms`
     returns. `divisor` turns a count into the number that the loss divides by: the count itself, or
-    for example max(count, 1). If the loss is a sum over rows, the result is on the scale of a
-    training step's loss: the mean over microbatches, times `microbatches`, the number of
-    microbatches in a step of all data ranks together. For other losses `microbatches` is 1.
+    for example max(count, 1). If the loss is a sum over rows, the mean over microbatches is
+    multiplied by `microbatches`, their number in a step of all data ranks together, so that the
+    result compares with a step's loss. For other losses `microbatches` is 1.
     `metrics` computes values from the model's outputs; their means are returned, too.
     """
 
@@ -261,5 +261,5 @@ class Evaluation:
 
 
 def _parts_of(rows: EvaluationRows) -> float:
-    """Return how many microbatches of this rank's size the rows make, perhaps a fraction."""
+    """Return the number of rows over the rows of this rank's microbatch, perhaps a fraction."""
     return rows.count / rows.dealer.size

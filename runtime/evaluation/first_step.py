@@ -111,7 +111,7 @@ def check_first_step(
     """Exit if the first microbatch's loss differs from plain PyTorch's; return `data` unchanged.
 
     Rank 0 computes the loss in plain PyTorch. `terms` counts the targets of each mean in the loss.
-    The ranks of `rows_over` have read only their part of the `rows` for the keys in `own`.
+    Of the keys in `own`, each rank of `rows_over` has only its share of the microbatch's `rows`.
     """
     if mesh.is_dry_run:
         return data

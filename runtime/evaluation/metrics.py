@@ -53,9 +53,9 @@ def named_outputs(**values: Any) -> Any:
 
 
 class Absent:
-    """A placeholder for outputs that a script does not compute.
+    """A placeholder for an output that a script does not compute.
 
-    These are outputs that the loss does not depend on, or objects that a trace does not see into.
+    The loss does not depend on such an output, or it is an object that a trace does not see into.
     If metrics() uses a placeholder, the script exits with a message.
     """
 

@@ -134,7 +134,7 @@ def read_evaluation(
         collate = built_collate(new_collate) if new_collate is not None else None
     check_same_length(len(dataset), MAKER, mesh)
     if not fills:
-        _tell_left(len(dataset), dealer, mesh)
+        _tell_dropped(len(dataset), dealer, mesh)
     share = share_of(dealer.size, rows_over)
     if collate is None:
         rows: RawRows = rows_like(dataset, example, mesh, seed=options.seed)
@@ -162,7 +162,7 @@ def _built(new_dataset: Callable[[], Any]) -> Any:
     return rows
 
 
-def _tell_left(rows: int, dealer: Dealer, mesh: Mesh) -> None:
+def _tell_dropped(rows: int, dealer: Dealer, mesh: Mesh) -> None:
     """Print how many rows are dropped; exit if none would be left."""
     met = f"whose rows meet in batches of {dealer.block}"
     if rows < dealer.block:
@@ -185,7 +185,7 @@ class EvaluationRows:
     options: Namespace
     mesh: Mesh
     rows_over: Axis
-    own: Collection[str]
+    own: Collection[str]  # keys of which each rank of `rows_over` keeps a share
 
     @property
     def count(self) -> int:
@@ -216,7 +216,7 @@ class EvaluationRows:
         return gathered_rows(batch, self.own, self.rows_over, rows=self.dealer.size)
 
     def whole(self, batch: Batch) -> Batch:
-        """Return a microbatch with all rows, also for keys of which each rank has its own share."""
+        """Return a microbatch with all rows, also for keys of which each rank keeps a share."""
         own = {key: batch[key] for key in self.own}
         return {**batch, **gathered_rows(own, (), self.rows_over, rows=self.dealer.size)}
 

@@ -103,7 +103,7 @@ class Crossing:
     def described(self, tensor: Axis, dtype: torch.dtype, *, rows: int = 1) -> Tensor:
         """Return the tensor that this rank sends or receives, on the meta device."""
         sizes = (one.times * rows if isinstance(one, Rows) else one for one in self.shape)
-        # sizes may be negative while lengths are unknown, as in `h - 4`
+        # for an unknown batch all lengths are 1, so a size such as `h - 4` may be negative
         shape = [max(size, 0) for size in sizes]
         if self.split is not None:
             shape[self.split.dim] = self.split.cut(shape, tensor).sizes[tensor.rank]
@@ -126,8 +126,8 @@ Gives: TypeAlias = tuple[Crossing, ...] | Callable[[Mapping[str, Tensor]], tuple
 class StagePart:
     """A pipeline stage: the class for the model, the modules it holds, and the tensors it sends.
 
-    The sent tensors are a function of the batch if their lengths vary. `bounds` are attributes that
-    differ between stages of one class: the first layer, and the end of the range of layers.
+    If the lengths of sent tensors vary, `gives` is a function of the batch. `bounds` are attributes
+    that differ between stages of one class: the first layer, and the end of the range of layers.
     """
 
     kind: type[nn.Module]
@@ -234,12 +234,12 @@ _IN_FLOAT8 = "_autopar_in_float8"  # marks modules that multiply in float8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scaling:
-    """A scaling of float8 products: what its kernels need, and how torchao's modules are made."""
+    """A scaling of float8 products: what its kernels need, and how modules are converted to it."""
 
-    multiple: int  # of both sizes of a weight: the kernels take no others
-    has_units: Callable[[], bool]  # of the GPU
+    multiple: int  # the kernels need both sizes of a weight to be multiples of this
+    has_units: Callable[[], bool]  # whether the GPU has units for it
     gathers: bool  # zero 3 gathers the weights in float8
-    converted: Callable[[nn.Module, str], nn.Module]  # by the scaling's name
+    converted: Callable[[nn.Module, str], nn.Module]  # takes a module and the scaling's name
 
 
 def _has_float8() -> bool:
@@ -248,10 +248,10 @@ def _has_float8() -> bool:
 
 
 def _by_recipe(module: nn.Module, recipe: str) -> nn.Module:
-    """Return a module with the factors and products of a recipe of torchao.
+    """Return a module that multiplies by a recipe of torchao; CPUs emulate the products.
 
     Scales are rounded to powers of two: a tensor and its parts on several ranks are then rounded
-    alike, although their scales differ. CPUs emulate the products.
+    alike, although their scales differ.
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
@@ -273,7 +273,7 @@ def _has_mxfp8() -> bool:
 
 
 def _in_blocks(module: nn.Module, _: str) -> nn.Module:
-    """Return a module whose products scale each 32 elements along the dim that they sum over.
+    """Return a module whose products have a scale for each 32 elements along the dim they sum over.
 
     Parts of a tensor on several ranks have the same blocks as the whole, and so the same scales.
     """
@@ -320,8 +320,8 @@ def use_float8(
 ) -> None:
     """Let the nn.Linear modules in the named modules multiply in float8, by torchao.
 
-    Modules in `excluding`, frozen weights and sizes that do not suit the kernels stay as they are,
-    and so does a model in float64, or in a dry run. Call this before `compile_layers`.
+    Modules in `excluding`, frozen weights and sizes that do not suit the kernels stay as they are.
+    In float64 and in a dry run nothing changes. Call this before `compile_layers`.
     """
     if os.environ.get(DRY_RUN, "").count("/") == 1:
         return  # emulated products would take memory that kernels do not
@@ -347,7 +347,7 @@ def use_float8(
 
 
 def in_float8(parts: Iterable[nn.Module]) -> dict[Any, Scaling]:
-    """Return the modules that multiply in float8, which torchao made, with their scaling."""
+    """Return the modules that multiply in float8, each with its scaling."""
     every = (module for part in parts for module in part.modules())
     return {one: SCALINGS[one.__dict__[_IN_FLOAT8]] for one in every if _IN_FLOAT8 in one.__dict__}
 
@@ -365,10 +365,10 @@ def _suits(module: nn.Module, scaling: Scaling) -> bool:
 def compile_layers(model: nn.Module, names: Sequence[str], *, lengths_vary: bool = False) -> None:
     """Compile the named layers, each separately; layers with equal code share the compiled code.
 
-    Call this before `recompute` and `wrap`: the code that they add to a layer is not compiled. A
-    line that torch cannot compile runs as it is, between two compiled parts. Dropout draws the same
-    numbers as without compiling. Each shape of the arguments is compiled by itself; with
-    `lengths_vary`, the code that is compiled for the second length serves all later ones, too.
+    Call this before `recompute` and `wrap`, so that the code that they add to a layer is not
+    compiled. A line that torch cannot compile runs as it is, between two compiled parts. Dropout
+    draws the same numbers as without compiling. Each shape of the arguments is compiled by itself.
+    But with `lengths_vary`, the code compiled for the second length serves all later ones, too.
     """
     layers = submodules(model, names)
     torch._inductor.config.fallback_random = True

@@ -114,7 +114,7 @@ def _is_of_plan(one: Any) -> bool:
 def sharing(model: nn.Module) -> Iterator[tuple[str, str]]:
     """Yield pairs of names: a parameter, and another tensor that shares memory with it.
 
-    In plain PyTorch, training changes both. Under a plan they have separate memory.
+    In plain PyTorch, a step changes both. In a script, each has memory of its own.
     """
     parameters = {name: one for name, one in model.named_parameters() if _lies_in_memory(one)}
     others = list(parameters.items()) + list(model.named_buffers())
