@@ -182,16 +182,16 @@ def restore_lost(reader: TensorReader, parts: Sequence[nn.Module]) -> str | None
     before = len(stored - {MEAN})
     for bucket in (one for part in parts for one in _buckets(part)):
         _restore_bases(reader, bucket, parts)
-    losers = max((one.allocate_lost() for part in parts for one in _buckets(part)), default=0)
-    if not (before and losers):
-        return "what compressed gradients have lost is dropped" if before else None
+    ranks = max((one.allocate_lost() for part in parts for one in _buckets(part)), default=0)
+    if not (before and ranks):
+        return "what compressing gradients has lost is dropped" if before else None
     held = [one for one in lost_held(parts) if is_lost(one.key)]
     has_mean = any(one.key.startswith(f"{LOST}{MEAN}/") for one in held)
-    is_same = before == losers and has_mean == (MEAN in stored)
+    is_same = before == ranks and has_mean == (MEAN in stored)
     for part in held:
         whose, _, name = part.key.removeprefix(LOST).partition("/")
         sources = {whose} if is_same or whose == MEAN else (stored - {MEAN} if has_mean else stored)
-        share = 1.0 if is_same or whose == MEAN else 1 / losers
+        share = 1.0 if is_same or whose == MEAN else 1 / ranks
         for key in sorted(f"{LOST}{one}/{name}" for one in sources):
             if key in reader.keys:
                 value = torch.empty_like(part.tensor)
@@ -199,7 +199,7 @@ def restore_lost(reader: TensorReader, parts: Sequence[nn.Module]) -> str | None
                 part.tensor.add_(value, alpha=share)
     if is_same:
         return None
-    return f"what {before} ranks have lost of compressed gradients is shared out among {losers}"
+    return f"what compressing gradients has lost on {before} ranks is shared out among {ranks}"
 
 
 def _restore_bases(reader: TensorReader, bucket: Bucket, parts: Sequence[nn.Module]) -> None:

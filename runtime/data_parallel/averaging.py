@@ -1,12 +1,12 @@
-"""Averages flat gradients over data ranks: as they are, in 16 bits, or in int8.
+"""Averages flat gradients over data ranks: as they are, in 16 bits, in int8, or by PowerSGD.
 
 int8: each block of elements has a scale of its own. An all-reduce of such numbers would overflow.
 So rank r gets piece r of every rank (all-to-all), and adds the pieces up as floats. Where all ranks
-need the mean, it is rounded again and gathered. An element takes a byte in both messages, and 4 ÷
-256 for its block's scale.
+need the mean, it is rounded again and gathered. In each message an element takes one byte, and its
+share of the block's scale, 4 ÷ 256 bytes.
 
 Each rank adds what its own rounding lost (`Feedback.own`) to its next gradients. The rank that adds
-up a piece does the same with what rounding the mean lost (`Feedback.mean`).
+up a piece also rounds the mean, and adds what that lost (`Feedback.mean`) to the next mean.
 """
 
 from __future__ import annotations
@@ -88,10 +88,8 @@ _LARGEST = 127  # of an int8
 def packed(x: Tensor) -> Tensor:
     """Round blocks to int8; return a row for each block: its elements, and the bytes of its scale.
 
-    The scale has the type of the elements.
-
-    The largest element of a block becomes 127 or -127. Elements that are not finite make the whole
-    block so.
+    The scale has the dtype of x. The largest element of a block becomes 127 or -127. One element
+    that is nan or infinite makes the whole block nan or infinite.
     """
     rows = x.view(-1, BLOCK)
     scales = torch.linalg.vector_norm(rows, torch.inf, dim=1, keepdim=True) / _LARGEST
@@ -110,10 +108,10 @@ def unpacked(message: Tensor, dtype: torch.dtype) -> Tensor:
 
 @dataclass(slots=True)
 class Feedback:
-    """What a bucket's rounding has lost so far, in the gradients' dtype; None before a first step.
+    """What compressing a bucket has lost so far, in the gradients' dtype; None before a first step.
 
-    `own` is of this rank's gradients, or of the sum over the ranks of a sharded copy. `mean` is of
-    the piece of the mean that this rank adds up.
+    `own` was lost of this rank's gradients, or of their sum over the ranks of a sharded copy.
+    `mean` was lost of the piece of the mean that this rank adds up.
     """
 
     own: Tensor | None = None
@@ -121,7 +119,7 @@ class Feedback:
     bases: tuple[Tensor, ...] = ()  # PowerSGD's Q of each matrix, from the last step
 
     def rounded(self, x: Tensor, *, is_mean: bool = False) -> Tensor:
-        """Add what was lost to a tensor, in place; return its packed blocks, and keep the loss."""
+        """Add what was lost before, in place; return packed blocks, and keep what these lose."""
         name = "mean" if is_mean else "own"
         lost = getattr(self, name)
         if lost is None:
@@ -129,14 +127,14 @@ class Feedback:
             setattr(self, name, lost)
         message = packed(x.add_(lost))
         torch.sub(x, unpacked(message, x.dtype), out=lost)
-        lost.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)  # of a step that overflows
+        lost.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)  # a step that overflows loses nothing
         return message
 
 
 class Compressor:
-    """Starts the means of buckets in int8; on a GPU beside the backward, on a stream of its own."""
+    """Averages buckets in int8; on a GPU beside the backward, on a stream of its own."""
 
-    align = BLOCK  # where parameters begin in a bucket: tensor ranks have equal blocks of a weight
+    align = BLOCK  # parameters begin at blocks, so all tensor ranks cut a weight into equal blocks
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -162,8 +160,8 @@ class Compressor:
     ) -> Iterator[Tensor]:
         """Replace this rank's part of a flat tensor by the sum over all ranks.
 
-        Yields the part at each wait. With copies (`replica`), only the messages between copies are
-        compressed: these cross nodes.
+        Yields the part before each wait for a message. With copies (`replica`), only the messages
+        between copies are compressed: these cross nodes.
         """
         del views
         return _summed_as_int8(flat, averaging, feedback)
@@ -173,13 +171,16 @@ class Compressor:
         del parameters, dtype
         return ()
 
-    def loser(self, averaging: Averaging) -> tuple[int, int]:
-        """Return this rank's number among those that lose something, and how many these are."""
+    def error_rank(self, averaging: Averaging) -> tuple[int, int]:
+        """Return this rank's number among the ranks that lose of the same elements, and how many.
+
+        In int8 these are the copies, if there are any, because only they compress.
+        """
         one = averaging.replica if averaging.replica.size > 1 else averaging.shard
         return one.rank, one.size
 
     def lost_sizes(self, elements: int, averaging: Averaging) -> tuple[int, int]:
-        """Return how many elements of a bucket are lost by a rank itself, and of the mean."""
+        """Return the numbers of elements of a bucket's `Feedback.own` and `Feedback.mean`."""
         copies = averaging.replica.size
         own = elements // (averaging.shard.size if copies > 1 else 1)
         return own, own // copies if copies > 1 else 0
@@ -188,8 +189,9 @@ class Compressor:
 class LowRank(Compressor):
     """Sends matrices as products of two thin ones, P·Qᵀ (PowerSGD, Vogels et al. 2019).
 
-    A step takes Q of the step before: P = M·Q is summed and made orthonormal, Q = Mᵀ·P is summed.
-    Each rank keeps what P·Pᵀ leaves of its own matrix. All ranks get the whole sum.
+    A step begins with the Q of the step before. It sums P = M·Q over the ranks, makes P's columns
+    orthonormal, and sums Q = Mᵀ·P. Each rank keeps M − P·Pᵀ·M as what its own matrix has lost. All
+    ranks get the whole sum.
     """
 
     align = 1
@@ -202,7 +204,7 @@ class LowRank(Compressor):
     def summed(
         self, flat: Tensor, views: Sequence[Tensor], averaging: Averaging, feedback: Feedback
     ) -> Iterator[Tensor]:
-        """Replace a flat tensor by the sum over all ranks; yield this rank's part at each wait."""
+        """Replace a flat tensor by the sum over all ranks; yield this rank's part before waits."""
         part = flat.view(averaging.shard.size, -1)[averaging.shard.rank]
         if feedback.own is None:
             feedback.own = torch.zeros_like(flat)
@@ -229,13 +231,16 @@ class LowRank(Compressor):
         """Return the matrices with which PowerSGD begins, one for each parameter."""
         return tuple(first_basis(one.numel() // len(one), one.device, dtype) for one in parameters)
 
-    def loser(self, averaging: Averaging) -> tuple[int, int]:
-        """Return this rank's number among those that lose something, and how many these are."""
+    def error_rank(self, averaging: Averaging) -> tuple[int, int]:
+        """Return this rank's number among the ranks that lose of the same elements, and how many.
+
+        With PowerSGD these are all ranks.
+        """
         shard, replica = averaging.shard, averaging.replica
         return replica.rank * shard.size + shard.rank, averaging.ranks
 
     def lost_sizes(self, elements: int, averaging: Averaging) -> tuple[int, int]:
-        """Return how many elements of a bucket are lost by a rank itself, and of the mean."""
+        """Return the numbers of elements of a bucket's `Feedback.own` and `Feedback.mean`."""
         del averaging
         return elements, 0
 
@@ -258,8 +263,8 @@ def first_basis(rows: int, device: torch.device, dtype: torch.dtype) -> Tensor:
 def orthonormal(matrix: Tensor) -> Tensor:
     """Make columns orthonormal, in order.
 
-    Of a column in the space of those before it only rounding errors are left; it is replaced by one
-    of `first_basis`. So equal inputs give equal results, up to their last digits.
+    A column that depends on those before it would leave only rounding errors, so a column of
+    `first_basis` replaces it. Nearly equal inputs then give nearly equal results.
     """
     least = _LEAST_COLUMN * matrix.norm()
     other = first_basis(len(matrix), matrix.device, matrix.dtype)
@@ -275,7 +280,7 @@ def orthonormal(matrix: Tensor) -> Tensor:
 
 
 def _sums(tensors: Sequence[Tensor], averaging: Averaging) -> Iterator[list[Tensor]]:
-    """Add tensors up over all ranks in one message for each axis; yield them at each wait."""
+    """Add tensors up over all ranks in one message for each axis; yield them before each wait."""
     flat = torch.cat([one.reshape(-1) for one in tensors])
     sums = flat.split([one.numel() for one in tensors])  # type: ignore[no-untyped-call]
     shaped = [one.view(like.shape) for one, like in zip(sums, tensors, strict=True)]
@@ -287,7 +292,7 @@ def _sums(tensors: Sequence[Tensor], averaging: Averaging) -> Iterator[list[Tens
     yield shaped
 
 
-COMPRESSORS = MappingProxyType({INT8: Compressor, POWERSGD: LowRank})  # by how gradients are sent
+COMPRESSORS = MappingProxyType({INT8: Compressor, POWERSGD: LowRank})
 
 
 class ComingCompressed:
@@ -345,7 +350,7 @@ def _summed_as_int8(flat: Tensor, averaging: Averaging, feedback: Feedback) -> I
 
 
 class _Exchanged:
-    """Packed blocks of which each rank gets one piece of every rank."""
+    """An all-to-all of packed blocks: rank r gets piece r of every rank."""
 
     def __init__(self, message: Tensor, axis: Axis) -> None:
         self._sent, self._received = message, torch.empty_like(message)

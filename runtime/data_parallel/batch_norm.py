@@ -130,8 +130,8 @@ def _synchronised_class(kind: type[nn.Module]) -> type[_Synchronised]:
 class _Normalise(torch.autograd.Function):
     """Batch norm with one collective in the forward and one in the backward, on any device.
 
-    torch's SyncBatchNorm masks out ranks without rows, for which the host waits in each forward. It
-    also copies channels_last inputs.
+    torch's SyncBatchNorm masks out ranks without rows, which makes the host wait in each forward.
+    It also copies channels_last inputs.
     """
 
     @staticmethod
@@ -181,7 +181,7 @@ class _Normalise(torch.autograd.Function):
 
 
 def _statistics(x: Tensor, axis: Axis) -> tuple[Tensor, Tensor, Tensor]:
-    """Return mean, biased variance and count over all ranks, from each rank's (Chan's formula).
+    """Return mean, biased variance and count over all ranks, joined by Chan's formula.
 
     Sums of squares would also take one collective, but are inexact if the mean is large.
     """

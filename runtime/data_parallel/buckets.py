@@ -64,7 +64,7 @@ def averaging_of(mesh: Mesh, sharding: Sharding, wire_dtype: torch.dtype | None)
     return Averaging(shard=ALONE, replica=mesh.averaging, wire_dtype=wire_dtype)
 
 
-MEAN = "mean"  # has lost something, too, when it was compressed
+MEAN = "mean"  # stands for a rank's number in names of what compressing the mean has lost
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 FIRST_BUCKET_BYTES = 2**20  # small, as DDP's, so that messages start early in the backward
 
@@ -86,7 +86,7 @@ class Span:
 
 @dataclass(slots=True, kw_only=True)
 class Bucket:
-    """A flat buffer that several gradients are views of, and its reduction.
+    """A flat buffer, of which several gradients are views, and its reduction.
 
     If `averaging.shard` has several ranks, each keeps the mean of its own part only. With a `link`,
     this part goes to the host's memory, and the buffer is freed. In both cases the parameters have
@@ -117,7 +117,7 @@ class Bucket:
 
     @property
     def align(self) -> int:
-        """The number of which each parameter's first element is a multiple."""
+        """Each parameter begins at a multiple of this many elements."""
         return 1 if self.compressor is None else self.compressor.align
 
     @property
@@ -129,7 +129,7 @@ class Bucket:
     def elements(self) -> int:
         """The elements of the buffer, padded so that all parts have the same size.
 
-        If it is compressed, a part has a piece for each copy.
+        With compression, each part also divides into equal pieces, one for each copy.
         """
         copies = 1 if self.compressor is None else self.averaging.replica.size
         found = sum(map(self._room, self.parameters))
@@ -276,7 +276,7 @@ class Bucket:
         return tuple(one[: parameter.numel()].view(parameter.shape) for one, parameter in pairs)
 
     def spans_within(self, low: int, high: int) -> Iterator[Span]:
-        """Yield the spans of elements low … high − 1 of a tensor that is laid out so."""
+        """Yield the spans of elements low … high − 1 of a tensor laid out like the buffer."""
         offset = 0
         for place, parameter in enumerate(self.parameters):
             first, last = max(low, offset), min(high, offset + parameter.numel())
@@ -285,13 +285,16 @@ class Bucket:
             offset += self._room(parameter)
 
     def lost(self) -> Iterator[tuple[str, Tensor, int]]:
-        """Yield what compression has lost: of whom, its elements, and the place of the first."""
+        """Yield what compression has lost on this rank: (rank's number or MEAN, elements, index).
+
+        The index is that of the first of these elements in the bucket.
+        """
         if self.compressor is None:
             return
         own, mean = self.feedback.own, self.feedback.mean
         if own is None:
             return
-        number, _ = self.compressor.loser(self.averaging)
+        number, _ = self.compressor.error_rank(self.averaging)
         is_part = own.numel() < self.elements
         first = is_part * self.shard.rank * self.elements // self.shard.size
         yield str(number), own, first
@@ -299,7 +302,7 @@ class Bucket:
             yield MEAN, mean, first + number * mean.numel()
 
     def allocate_lost(self) -> int:
-        """Allocate what compression loses, before a first step; return the number of losers."""
+        """Allocate `feedback` before the first step; return how many ranks have their own."""
         if self.compressor is None:
             return 0
         first = self.parameters[0]
@@ -307,7 +310,7 @@ class Bucket:
         zeros = partial(torch.zeros, dtype=gradient_dtype(first), device=first.device)
         self.feedback.own = zeros(own)
         self.feedback.mean = zeros(mean) if mean else None
-        return self.compressor.loser(self.averaging)[1]
+        return self.compressor.error_rank(self.averaging)[1]
 
     def _await(self) -> None:
         if self.home is not None and self._reached:

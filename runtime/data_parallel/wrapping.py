@@ -91,10 +91,10 @@ def _with_containers(given: Any, handed: Any) -> Any:
 
 @contextmanager
 def carried_marks(model: nn.Module) -> Iterator[None]:
-    """Copy classes and attributes of parameters to those that replace them inside the `with`.
+    """Copy classes and attributes of parameters to the parameters that replace them in the `with`.
 
-    Sharded parameters get them at the end of the `with`, for the optimizer. Gathered ones get them
-    before each forward.
+    Sharded parameters get them at the end of the `with`, for the optimizer. Gathered parameters get
+    them before each forward.
     """
     marked = {module: _marked(module) for module in model.modules()}
     yield
@@ -183,8 +183,8 @@ def wrap(
 
     zero 0 and 1: whole parameters, gradients averaged bucket by bucket. With zero 1 each rank of
     mesh.shard gets one part of every bucket, and its optimizer steps that part (`build_optimizer`).
-    `apart` names parameters whose gradients are also summed over other axes. The ranks of such a
-    sum must hold the same parts of buckets, so each entry of `apart` has buckets of its own.
+    `apart` has sets of names of parameters whose gradients are also summed over other axes. The
+    ranks of such a sum must hold the same parts of buckets, so each set has buckets of its own.
 
     zero 2 and 3: `fully_shard` over mesh.shard, copies over mesh.replica. `units` (the layers) are
     gathered one by one, all other parameters with the module itself. zero 3 frees a unit's gathered
@@ -196,9 +196,9 @@ def wrap(
     copy in fp32. Trainable parameters stay in fp32 until `build_optimizer` has copied them. Buffers
     keep their dtypes, except those in `half_buffers`.
 
-    compress: how gradients are sent. "half": in 16 bits. "int8": in 8 bits, and what rounding loses
-    is added to the next gradients; those of parameters in `apart` are sent whole. "powersgd":
-    likewise, but matrices as products of two thin ones, and gradients of other shapes whole.
+    compress: how gradients are sent. "half": in 16 bits. "int8": in 8 bits. "powersgd": matrices as
+    products of two thin ones, other gradients uncompressed. With the last two, what compression
+    loses is added to the next gradients, and parameters in `apart` have uncompressed gradients.
 
     offload: reduced gradients go to the host's memory in every backward, and the optimizer has its
     copy of the parameters and its states there. zero 2 and 3 gather parameters from there.
@@ -219,13 +219,13 @@ def wrap(
     sharding = sharding_of(zero)
     if compressor is not None and (sharding.shards_modules or offload or half is torch.float16):
         raise RuntimeError(
-            f"{compress} gradients need zero 0 or 1, no offloading, and no fp16, whose loss scale "
-            "changes what earlier steps have lost: plan with --zero 1, or without them"
+            f"{compress} gradients need zero 0 or 1, no offloading, and no fp16, because what "
+            "earlier steps have lost has an older loss scale: plan with --zero 1, or without them"
         )
     if sharding.shards_modules and (mesh.averaging.size > 1 or offload):
-        _lay_in_order(module)
-        # The planner has found the layers whose outputs are written to; `keep_apart` lets these
-        # return no views.
+        _make_contiguous(module)
+        # Only layers whose outputs are written to must return no views. The planner has found
+        # these, and the script calls `keep_apart` for them.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
         policy = MixedPrecisionPolicy(
             param_dtype=half,
@@ -267,7 +267,7 @@ def _start_on_host(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def buckets_of(module: nn.Module) -> GradientBuckets | None:
-    """Return the buckets of a wrapped module; None if fully_shard averages, or nothing does."""
+    """Return the buckets of a wrapped module; None if it needs none, as with fully_shard."""
     return getattr(module, "gradient_buckets", None)
 
 
@@ -292,10 +292,10 @@ def gathers_once(module: nn.Module) -> TypeGuard[FSDPModule]:
 def float8_gathers(parts: Sequence[nn.Module], shard: Axis) -> Callable[..., None] | None:
     """Let zero 3 gather weights of float8 products in float8, in half of the bytes.
 
-    Each rank casts its part of a weight, by the scale that the whole weight has. Call the returned
-    function, which computes the scales, after each change of the weights. None if nothing is
-    gathered so: with other scalings, zero 2, or weights on the host. Weights whose parts differ in
-    size are gathered as they are.
+    Each rank casts its part of a weight, by the scale of the whole weight. Returns the function
+    that computes the scales, to be called after each change of the weights; None if no weight is
+    gathered in float8 (with other scalings, zero 2, or weights on the host). Weights whose parts
+    differ in size are gathered as they are.
     """
     found = [
         (module, part)
@@ -382,7 +382,7 @@ def _shared_parameters(module: nn.Module) -> set[int]:
     return {parameter for parameter, count in places.items() if count > 1}
 
 
-def _lay_in_order(module: nn.Module) -> None:
+def _make_contiguous(module: nn.Module) -> None:
     """Make parameters contiguous (channels_last ones too), as fully_shard requires."""
     for parameter in module.parameters():
         parameter.data = parameter.data.contiguous()

@@ -185,9 +185,9 @@ def clip_by_global_norm(
 
     Without a max_norm, or with 0, gradients stay as they are, and 0 is returned in place of the
     norm. `split` has the names of the parameters that are cut over the tensor axis; * in a name
-    stands for any number. `tied` names parameters that another pipeline stage counts. If several
-    ranks hold a parameter whole, the first of them counts it. Ranks with the same gradients (copies
-    on the data axis) exchange no message.
+    stands for any number. `tied` names parameters that another pipeline stage counts in the norm.
+    If several ranks hold a parameter whole, the first of them counts it. Ranks with the same
+    gradients (copies on the data axis) exchange no message.
     """
     if not max_norm:
         return torch.zeros((), device=mesh.device)

@@ -31,9 +31,9 @@ _OUTER = "outer_optimizer"  # the attribute of an inner optimizer that holds its
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Sent:
-    """Some tensors whose mean change is on its way."""
+    """Some tensors whose change is being summed over the replicas."""
 
-    numbers: Sequence[int]
+    numbers: Sequence[int]  # their indices among the tensors that the inner optimizer steps
     values: Tensor  # of this replica when they were sent, flat; kept where the outer state is
     change: ComingSum
 
@@ -48,8 +48,8 @@ class OuterOptimizer:
 
     With several `parts`, each part of the model has outer steps of its own, evenly spread over a
     round of local steps (Streaming DiLoCo, Douillard et al., 2025, arXiv:2501.18512). Its change is
-    sent `delay` steps before, while all replicas train on. After the outer step, a replica has the
-    new p plus its own change since the sending.
+    sent `delay` steps before its outer step, while all replicas train on. After the outer step, a
+    replica has the new p plus its own change since the sending.
 
     Each rank of a replica has the outer state of the pieces that its own optimizer steps. With
     `on_host`, this state is in the host's memory, and the host computes the outer steps.
@@ -96,8 +96,8 @@ class OuterOptimizer:
     def step(self, step: int) -> None:
         """Give all replicas the same new parameters, after the last local step of a round.
 
-        If a training ends within a round, they get their mean: the momentum is that of whole
-        rounds, and would go as far after a single local step as after a whole round.
+        If a training ends within a round, the replicas get their mean, without an outer step: its
+        momentum would move them as far as after a whole round.
         """
         if step % self._sync_every:
             self._give_mean()
@@ -124,7 +124,7 @@ class OuterOptimizer:
 
     @torch.no_grad()
     def average_replicas(self) -> None:
-        """Give all replicas their mean as common parameters, unless they are alike."""
+        """Give all replicas their mean as common parameters, unless they have equal ones."""
         if not self._are_alike:
             self._receive_all()
             self._give_mean()
@@ -222,7 +222,7 @@ class OuterOptimizer:
         return [one for group in self._optimizer.param_groups for one in group["params"]]
 
     def _values(self) -> list[Tensor]:
-        """Return the memory of what the inner optimizer steps."""
+        """Return the memory of the tensors that the inner optimizer steps."""
         pieces = pieces_of(self._optimizer)
         if pieces is not None:
             return [value_of(one) for one in pieces]
@@ -244,8 +244,8 @@ def average_replicas(optimizer: Optimizer) -> None:
 def parts_of_model(sizes: Mapping[str, int], parts: int) -> dict[str, int]:
     """Divide tensors of these sizes into equally large parts; return the part of each.
 
-    The largest tensor is the first, and each joins the smallest part so far. So equal tensors of
-    all layers are dealt out in turn. Names alone decide, whatever rank holds a tensor.
+    From the largest on, each tensor joins the smallest part so far, so equal tensors of all layers
+    go to the parts in turn. Names and sizes alone decide, so all ranks find the same parts.
     """
     filled, found = [0] * parts, dict[str, int]()
     for name in sorted(sizes, key=lambda one: (-sizes[one], one)):
@@ -277,7 +277,7 @@ def average(tensors: Sequence[Tensor], axis: Axis) -> None:
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
-    """Yield the places of tensors of one dtype, together about as large as a bucket."""
+    """Yield the indices of tensors of one dtype that together are about as large as a bucket."""
     filled = (place for place, one in enumerate(tensors) if one.numel())
     for _, alike in groupby(filled, key=lambda place: tensors[place].dtype):
         bucket, size = list[int](), 0

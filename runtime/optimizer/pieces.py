@@ -21,7 +21,7 @@ from autopar.runtime.data_parallel.buckets import (
 from autopar.runtime.data_parallel.gradient_buckets import GradientBuckets
 from autopar.runtime.ranks.transport import started_gather
 
-# the attributes of an optimizer that hold its pieces, and what gives their values to parameters
+# attributes of an optimizer: its pieces, and the functions that copy their values to parameters
 _PIECES, _SPREADING = "stepped_pieces", "spreading"
 
 
@@ -99,13 +99,13 @@ def value_of(piece: ParameterPiece) -> Tensor:
 
 
 def spread_after_steps(optimizer: Optimizer, spread: Callable[..., None]) -> None:
-    """Make a function that gives new values of pieces to parameters follow each step."""
+    """Register a function that copies the pieces' values to parameters; each step calls it last."""
     optimizer.register_step_post_hook(spread)
     optimizer.__dict__.setdefault(_SPREADING, []).append(spread)
 
 
 def spread_values(optimizer: Optimizer) -> None:
-    """Give the values of pieces to all parameters, as after a step."""
+    """Copy the pieces' values to all parameters, as after a step."""
     for spread in optimizer.__dict__.get(_SPREADING, ()):
         spread()
 
@@ -187,7 +187,7 @@ class FlatShard:
     bucket: Bucket
     buffer: Tensor
     pieces: tuple[FlatPiece, ...]
-    values: Tensor | None = None  # of all pieces, in the host's memory
+    values: Tensor | None = None  # of all pieces, in the host's memory; None if they are not there
 
     def give_values(self) -> None:
         """Copy this rank's values from the host, if they lie there, into the buffer.

@@ -29,7 +29,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Pipeli
 
 from autopar.runtime.data.loss import scale_loss
 from autopar.runtime.model.parts import Crossing, Rows, StagePart
-from autopar.runtime.pipeline.stage import Shapes, Stage, Tie, TiedWeights, cut, stage_of
+from autopar.runtime.pipeline.stage import Shapes, Stage, Tie, TiedWeights
 from autopar.runtime.ranks.mesh import Mesh
 from autopar.runtime.ranks.transport import Pairs, neighbour_groups
 
@@ -155,9 +155,6 @@ def _moved(function: Any, tensors: Sequence[Tensor], stage: Stage, offset: int) 
     return _Message(tensors, [function(one, peer, group=group) for one in tensors])
 
 
-__all__ = ["Pipeline", "Stage", "build_schedule", "cut", "stage_at", "stage_indices", "stage_of"]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Kind:
     """torch's class for a kind of schedule, and the process groups that it needs.
@@ -226,7 +223,7 @@ def stage_at(
         return shapes_of(batch, rows) if has_lengths else of_rows(rows)
 
     unknown = _Unknown()
-    return stage_of(
+    return Stage(
         module,
         mesh,
         index=index,

@@ -121,11 +121,6 @@ def _copies(model_parts: Sequence[nn.Module], tie: Tie) -> list[Copy]:
     return list(found.values())
 
 
-def cut(*shape: int, dtype: torch.dtype = torch.float32, requires_grad: bool = True) -> Tensor:
-    """Describe a tensor that is sent between stages for one microbatch, on the meta device."""
-    return torch.empty(shape, dtype=dtype, device="meta", requires_grad=requires_grad)
-
-
 @dataclass(frozen=True, slots=True)
 class Shapes:
     """The shapes that a stage receives and sends for one microbatch.
@@ -142,37 +137,13 @@ class Shapes:
 ShapesOf: TypeAlias = Callable[[Mapping[str, Any]], Shapes]
 
 
-def stage_of(
-    module: nn.Module,
-    mesh: Mesh,
-    *,
-    index: int,
-    stages: int,
-    receives: Sequence[Tensor],
-    sends: Sequence[Tensor],
-    shapes: ShapesOf | None = None,
-) -> Stage:
-    """Turn a module (already wrapped for data parallelism) into stage `index` of `stages`.
+class Stage(TorchStage):
+    """Stage `index` of `stages`: a module, already wrapped for data parallelism.
 
     The module's forward takes the received tensors in order, then the batch by keyword, and returns
-    a tuple of tensors to send; the last stage's forward returns the loss. `cut(…)` describes each
-    tensor, so that no forward is run to find shapes. `shapes` returns those of one microbatch if
-    they vary.
-    """
-    refuse_earlier_torch()
-    return Stage(
-        module,
-        mesh,
-        index=index,
-        stages=stages,
-        receives=tuple(receives),
-        sends=tuple(sends),
-        shapes=shapes,
-    )
-
-
-class Stage(TorchStage):
-    """A pipeline stage whose tensors have known shapes.
+    a tuple of tensors to send; the last stage's forward returns the loss. `receives` and `sends`
+    describe these tensors on the meta device. If their shapes vary, `shapes` returns those of one
+    microbatch.
 
     torch's own class finds shapes by running the model, searches batches for tensors that need
     gradients, and does not reduce the gradients of a split backward (zero bubble) under DDP.
@@ -185,17 +156,19 @@ class Stage(TorchStage):
         *,
         index: int,
         stages: int,
-        receives: tuple[Tensor, ...],
-        sends: tuple[Tensor, ...],
+        receives: Sequence[Tensor],
+        sends: Sequence[Tensor],
         shapes: ShapesOf | None = None,
     ) -> None:
+        refuse_earlier_torch()
         super().__init__(
             module,
             index,
             stages,
             mesh.device,
-            input_args=receives,
-            output_args=sends or (torch.empty((), device="meta"),),  # the loss of the last stage
+            input_args=tuple(receives),
+            # the last stage has the loss
+            output_args=tuple(sends) or (torch.empty((), device="meta"),),
             group=mesh.pipeline.group,
         )
         self.receives = receives

@@ -31,7 +31,7 @@ from autopar.runtime.recompute.running_again import recomputes
 from autopar.runtime.tensor.chunked_logits import chunks_logits
 
 InputGradients: TypeAlias = tuple[Tensor | None, ...]
-# stages of earlier versions lack shapes, or expect a gradient for every received tensor
+# earlier versions cannot be told shapes, or expect a gradient for every received tensor
 PIPELINED_TORCH = (2, 13)
 
 

@@ -1,11 +1,11 @@
 """Keeps what the backward of a layer needs in the host's memory until this backward.
 
 Each tensor that autograd saves in a layer's forward is copied to the host while the next layer runs
-its forward, and then freed on the device. Of a recomputed layer these are its inputs. In the
-backward, the tensors come back while the layer behind runs its backward. So the device holds the
-tensors of two layers. The last layer's tensors stay, because its backward is next. Once it was not
-(in a pipeline, after another microbatch's forward), tensors are copied as soon as they are saved.
-On a CPU both memories are the host's.
+its forward, and then freed on the device. Of a recomputed layer these are its inputs. The tensors
+come back while the next layer runs its backward, which is just before this layer's. So the device
+holds the tensors of two layers. The last layer's tensors stay, because its backward is next. If it
+was not (in a pipeline, another microbatch's forward may come first), tensors of later runs are
+copied as soon as they are saved. On a CPU both memories are the host's.
 
 Some tensors stay on the device: parameters, buffers, small tensors, small parts of a larger one,
 and tensors that three layers or more save, such as a mask or the angles of a rotary embedding.
@@ -36,7 +36,7 @@ def save_on_host(layers: Sequence[nn.Module], device: torch.device) -> None:
     """Let layers keep what their backwards need in the host's memory.
 
     Call this after `compile_layers` and `recompute`, and before `wrap`, with the layers in the
-    order in which they run. Memory of the host is used again in later steps.
+    order in which they run. Later steps reuse the host's memory.
     """
     shelf = _Shelf(HostLink(device), device)
     for layer in layers:
@@ -82,21 +82,21 @@ class _Saved:
 
     def __init__(self, shelf: _Shelf, values: Tensor) -> None:
         self.here: Tensor | None = values  # on the device
-        self.run: _LayerRun | None = None  # the latest that has saved it
-        self.layers = 0
+        self.run: _LayerRun | None = None  # the latest run that has saved it
+        self.layers = 0  # how many have saved it
         self.origin = weakref.ref(values.untyped_storage())
         self._shelf, self._elements, self._dtype = shelf, values.numel(), values.dtype
         self._home: Tensor | None = None  # its memory on the host, once it is sent
         self._arrival: Any = None
 
     def send(self) -> None:
-        """Start to copy it to the host, unless that was done."""
+        """Start to copy the values to the host, at the first call."""
         if self._home is None and self.here is not None:
             self._home = self._shelf.home(self.here.nbytes)
             self._shelf.link.copy(self.here, self._home.view(self._dtype))
 
     def fetch(self) -> None:
-        """Start to copy it back."""
+        """Start to copy the values back to the device."""
         device, link = self._shelf.device, self._shelf.link
         assert self._home is not None
         self.here = torch.empty(self._elements, dtype=self._dtype, device=device)
@@ -104,7 +104,7 @@ class _Saved:
         self._arrival = link.mark(comes_back=True)
 
     def values(self) -> Tensor:
-        """Return it; computing waits until it has come back."""
+        """Return the values on the device, which computes nothing more until they are there."""
         if self.here is None:
             self.fetch()
         self._await()
@@ -121,7 +121,7 @@ class _Saved:
         self._arrival = None
 
     def __del__(self) -> None:
-        """Give the host's memory back; the device's is freed, and nothing may write to it then."""
+        """Wait for a copy to the device, whose memory is freed now, and keep the host's memory."""
         self._await()
         if self._home is not None:
             self._shelf.free[self._home.numel()].append(self._home)
@@ -200,14 +200,14 @@ class _LayerRun:
         return not is_small and storage._cdata not in self._staying
 
     def end(self) -> None:
-        """End the forward, and free what the run before it has on the device."""
+        """End the forward, and free what the run before has on the device."""
         shelf = self._shelf
         if shelf.on_device is not None:
             shelf.on_device.leave()
         shelf.on_device = shelf.latest = self
 
     def send(self) -> None:
-        """Start to copy to the host what is only on the device."""
+        """Start to copy to the host all saved tensors that are not there."""
         for saved in self._living():
             saved.send()
         self._sent = self._shelf.link.mark(comes_back=False)
@@ -222,7 +222,7 @@ class _LayerRun:
                 saved.leave()
 
     def begin_backward(self) -> None:
-        """At the first call, fetch what is not on the device, and then that of the run before."""
+        """At the first call, fetch this run's tensors, then those of the run before."""
         if not self.is_waiting:
             return
         self.is_waiting, shelf = False, self._shelf

@@ -105,12 +105,13 @@ _PLAIN = (
 def run_alike(
     forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Forward, Sequence[Any]]:
-    """Return a function and its arguments for checkpoint(), whose two runs then get equal ones.
+    """Return a function for checkpoint() and its arguments, so that both runs get equal ones.
 
     checkpoint() keeps the arguments until the backward, and passes them in both runs. They are all
-    positional: only such tensors can be kept in the host's memory. If some of the forward's own
-    arguments may change, they are the tensors and modules in these, and the function copies the
-    rest: the first run takes the original arguments, the second run a copy.
+    positional, because only such tensors can be kept in the host's memory. If the forward may
+    change some of its arguments, checkpoint() gets only the tensors and modules in them. The
+    function gives the forward the original arguments in the first run, and a copy with these
+    tensors and modules in the second.
     """
     places, names = len(args), tuple(kwargs)
 
@@ -222,10 +223,7 @@ def recompute(module: nn.Module, mode: Mode, *, keep: Collection[str] | None = N
 
 
 def wrap_forward(module: nn.Module, around: Callable[[Forward], Forward]) -> None:
-    """Put a function around a module's forward, and around those already there.
-
-    This is done for the instance only.
-    """
+    """Put a function around this instance's forward, and around functions already put there."""
     inner = module.__dict__.get("forward") if OUTERMOST in module.__dict__ else None
     module.__class__ = class_with_forward(module)
 

@@ -16,13 +16,7 @@ from autopar.codegen.proof.dryrun.watching import report_of
 from autopar.planner.costs.schedules.orders import ActionKind, PipelineShape
 from autopar.planner.costs.schedules.simulation import StageSeconds
 from autopar.planner.costs.schedules.table import ScheduleKind
-from autopar.runtime.pipeline.schedules import (
-    Pipeline,
-    build_schedule,
-    cut,
-    stage_indices,
-    stage_of,
-)
+from autopar.runtime.pipeline.schedules import Pipeline, build_schedule, stage_indices
 from autopar.runtime.pipeline.stage import Stage
 from autopar.runtime.ranks.mesh import start
 from tests.strict.alone import logs_alone
@@ -97,9 +91,9 @@ def _rows(shape: PipelineShape) -> list[dict[str, Tensor]]:
 
 def _small_pipeline(kind: ScheduleKind, shape: PipelineShape) -> Pipeline:
     mesh = start(pipeline=shape.ranks, data=1, tensor=1)
-    crossing = (cut(1, WIDTH),)
+    crossing = (torch.empty(1, WIDTH, device="meta", requires_grad=True),)
     stages = [
-        stage_of(
+        Stage(
             SmallStage(is_last=index == shape.stages - 1),
             mesh,
             index=index,

@@ -242,9 +242,8 @@ def test_what_was_lost_goes_on_under_other_ranks_as_a_whole(
     after = run_on_ranks(lost_after_a_step, ranks, other, stored)
     assert in_all(before).abs().max() > 0
     assert torch.allclose(in_all(after), in_all(before), atol=1e-7)
-    assert (
-        after[0][1] == f"what 2 ranks have lost of compressed gradients is shared out among {ranks}"
-    )
+    told = "what compressing gradients has lost on 2 ranks is shared out among"
+    assert after[0][1] == f"{told} {ranks}"
     same = run_on_ranks(lost_after_a_step, 2, zero, stored)
     assert same[0][1] is None
     for (found, _), (expected, _) in zip(same, before, strict=True):

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from autopar.runtime.data_parallel.wrapping import wrap
 from autopar.runtime.optimizer.building import build_optimizer
 from autopar.runtime.optimizer.gradients import clip_by_global_norm
-from autopar.runtime.pipeline.schedules import build_schedule, cut, stage_indices, stage_of
-from autopar.runtime.pipeline.stage import Tie, TiedWeights
+from autopar.runtime.pipeline.schedules import build_schedule, stage_indices
+from autopar.runtime.pipeline.stage import Stage, Tie, TiedWeights
 from autopar.runtime.ranks.mesh import Axis, Mesh, start
 from autopar.runtime.recompute.running_again import Mode, recompute
 from autopar.runtime.tensor.collectives import sum_gradients, sum_partials
@@ -69,7 +69,7 @@ def train(kind: str, pipeline: int, zero: int, frozen: bool, mode: Mode, tied: b
             apart=[tie.names for tie in _ties(kind, pipeline)],
             units=list(part.layers.values()),
         )
-        stage = stage_of(
+        stage = Stage(
             part,
             mesh,
             index=index,
@@ -107,14 +107,19 @@ def _ties(kind: str, pipeline: int) -> tuple[Tie, ...]:
     return (Tie(("tokens.weight", "head.weight"), tuple(sorted({0, last}))),)
 
 
+def described(*shape: int, requires_grad: bool = True) -> Tensor:
+    """Describe a tensor that is sent between stages for one microbatch."""
+    return torch.empty(shape, dtype=torch.float64, device="meta", requires_grad=requires_grad)
+
+
 def _crossing(mesh: Mesh, *, frozen: bool, first_layer_only: bool):  # type: ignore[no-untyped-def]
     """Describe the two tensors behind a stage; a frozen embedding's rows need no gradient."""
     shape = (BATCH // mesh.data.size, SEQUENCE, WIDTH)
 
     def behind(index: int) -> tuple[Tensor, Tensor]:
         all_frozen = frozen and first_layer_only and index == 0
-        hidden = cut(*shape, dtype=torch.float64, requires_grad=not all_frozen)
-        return hidden, cut(*shape, dtype=torch.float64, requires_grad=not frozen)
+        hidden = described(*shape, requires_grad=not all_frozen)
+        return hidden, described(*shape, requires_grad=not frozen)
 
     return behind
 
@@ -165,7 +170,7 @@ def test_a_backward_in_halves_refuses_what_it_would_keep_whole(kind: str, zero: 
 def split_sharded(kind: str, zero: int) -> str:
     mesh = start(pipeline=2, data=2, tensor=1)
     module = wrap(nn.Linear(2, 2), mesh, zero=zero)
-    stage = stage_of(module, mesh, index=1, stages=4, receives=[cut(1)], sends=[cut(1)])
+    stage = Stage(module, mesh, index=1, stages=4, receives=[described(1)], sends=[described(1)])
     with pytest.raises(RuntimeError) as caught:
         build_schedule(kind, [stage], 2)
     dist.barrier()  # nobody leaves while others are still connecting
@@ -207,7 +212,7 @@ def share_a_parameter() -> str:
     mesh = start(pipeline=2, data=1, tensor=1)
     module = nn.Linear(2, 2)
     stages = [
-        stage_of(module, mesh, index=index, stages=4, receives=[cut(1)], sends=[cut(1)])
+        Stage(module, mesh, index=index, stages=4, receives=[described(1)], sends=[described(1)])
         for index in (1, 2)
     ]
     try:
@@ -268,9 +273,9 @@ def _alone() -> list[dict[str, Tensor]]:
 
 def tensor_parallel_gradients(kind: str) -> dict[str, Tensor]:
     mesh = start(pipeline=2, data=1, tensor=2)
-    crossing = [cut(3, 4, dtype=torch.float64)] * 2
+    crossing = [described(3, 4)] * 2
     stages = [
-        stage_of(
+        Stage(
             TensorParallelStage(index, mesh.tensor),
             mesh,
             index=index,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.runtime.pipeline.stage import Shapes, cut, stage_of
+from autopar.runtime.pipeline.stage import Shapes, Stage
 from autopar.runtime.ranks.mesh import start
 
 
@@ -28,8 +28,8 @@ def test_a_stage_that_gives_other_sizes_than_were_announced_is_told(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     mesh = start(pipeline=1, data=1, tensor=1)
-    sends = (cut(2, 3),)
-    stage = stage_of(Halves(), mesh, index=0, stages=2, receives=(), sends=sends, shapes=half)
+    sends = (torch.empty(2, 3, device="meta", requires_grad=True),)
+    stage = Stage(Halves(), mesh, index=0, stages=2, receives=(), sends=sends, shapes=half)
     stage.take([{"x": torch.ones(2, 8)}, {"x": torch.ones(2, 7)}], [torch.ones(())] * 2)
     assert [tuple(one.shape) for one in stage.forward_one_chunk(0)] == [(2, 4)]
     with pytest.raises(SystemExit, match="6"):

@@ -13,7 +13,8 @@ from torch.optim import SGD, AdamW, Optimizer
 from autopar.codegen.proof.dryrun.watching import CollectiveTotal, Report, recording
 from autopar.runtime.data_parallel.wrapping import wrap
 from autopar.runtime.optimizer.building import build_optimizer
-from autopar.runtime.pipeline.schedules import build_schedule, cut, stage_of
+from autopar.runtime.pipeline.schedules import build_schedule
+from autopar.runtime.pipeline.stage import Stage as PipelineStage
 from autopar.runtime.ranks.mesh import start, stop
 from autopar.runtime.recompute.running_again import Mode, recompute
 from autopar.runtime.weights.initial_weights import record
@@ -237,8 +238,8 @@ def test_a_stage_runs_its_schedule_without_its_neighbours() -> None:
         mesh = start(pipeline=4, data=1, tensor=1)
     with torch.device("meta"):
         model = Stage(is_first=False, is_last=False)
-    crossing = [cut(ROWS, WIDTH)]
-    stage = stage_of(model, mesh, index=1, stages=4, receives=crossing, sends=crossing)
+    crossing = [torch.empty(ROWS, WIDTH, device="meta", requires_grad=True)]
+    stage = PipelineStage(model, mesh, index=1, stages=4, receives=crossing, sends=crossing)
     schedule = build_schedule("1f1b", [stage], 8)
     optimizers: list[SGD] = []
 
@@ -268,7 +269,8 @@ def test_a_split_backward_leaves_each_gradient_in_its_bucket_alone() -> None:
         mesh = start(pipeline=2, data=2, tensor=1)
     with torch.device("meta"):
         model = wrap(Stage(is_first=False, is_last=True), mesh, zero=0)
-    stage = stage_of(model, mesh, index=1, stages=2, receives=[cut(ROWS, WIDTH)], sends=[])
+    received = torch.empty(ROWS, WIDTH, device="meta", requires_grad=True)
+    stage = PipelineStage(model, mesh, index=1, stages=2, receives=[received], sends=[])
     schedule = build_schedule("interleaved-zero-bubble", [stage], 4)
     with recording() as watched:
         model.to_empty(device="cpu")
