@@ -3,8 +3,8 @@
 `chunk_logits(linear, chunks)` makes an `nn.Linear` return `ChunkedLogits`: a tensor with the shape
 of the logits and without memory. Views, slices of rows, casts and products with a number give
 `ChunkedLogits` again. A cross entropy whose result is one number computes each chunk's logits, its
-loss, and at once its gradients, which wait for the backward. Nothing is computed twice. Any other
-op gets the logits as an ordinary tensor, and gradients flow through it as ever.
+loss, and at once its gradients, which are kept until the backward. Nothing is computed twice. Any
+other op gets the logits as an ordinary tensor, and gradients flow through it as usual.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class ChunkedLogits(Tensor):
     """Logits that are made when they are read; a cross entropy reads them chunk by chunk."""
 
     source: _Source
-    rows: Tensor  # the number of each row among those of the linear layer
+    rows: Tensor  # the index of each row among those of the linear layer
     numbers: tuple[Change, ...]  # the functions that changed values, in order
     changes: tuple[Change, ...]  # all functions applied to the linear layer's result, in order
     before: ChunkedLogits | None  # the linear layer's result; None if this is it

@@ -93,7 +93,7 @@ RECORD = "_autopar_chunks"
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """A shard of a global tensor: per dim, the ranges of elements that it joins, in its order."""
+    """A shard of a global tensor: for each dim, the ranges of elements that it concatenates."""
 
     global_shape: tuple[int, ...]
     ranges: tuple[Ranges, ...]  # per dim, [start, stop) in the global tensor, in local order

@@ -90,7 +90,7 @@ RECEIVED = "received_lengths"  # a stage module's attribute with the lengths of 
 
 @dataclass(slots=True)
 class _Running:
-    """The lengths of the forward that runs now; no context variable: torch.compile reads none."""
+    """The lengths of the forward that runs now; torch.compile reads no context variables."""
 
     known: dict[int, None] | None = None  # lengths; None until a model with `begin_anew` runs
 

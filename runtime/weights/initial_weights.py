@@ -48,7 +48,7 @@ from autopar.runtime.weights.stored_tensors import TensorSource, fill, in_float6
 
 @contextmanager
 def new_objects_apart() -> Iterator[None]:
-    """Freeze existing objects, so that the garbage collector only lists new ones.
+    """Freeze existing objects inside, so that the garbage collector only visits new ones.
 
     A process has hundreds of thousands of old objects; visiting all of them takes half a second.
     """
@@ -125,7 +125,7 @@ def _without_memory(_: str, tensor: Tensor) -> Tensor:
     return made_like(fresh, tensor)
 
 
-NEVER_FILLED = "takes memory for it (torch.empty) and never fills that"
+NEVER_FILLED = "allocates it (torch.empty) and never fills it"
 ON_META = "leaves it on the meta device, where tensors have no numbers"
 
 

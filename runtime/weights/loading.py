@@ -250,7 +250,7 @@ def _check_along(axis: Axis, digests: Mapping[str, int], device: torch.device) -
     if not _differ([together], axis, device):
         return
     if _differ([len(names)], axis, device):
-        _refuse("their numbers differ")
+        _refuse("one has more tensors than another")
     differing = _differ([digests[name] for name in names], axis, device)
     _refuse(", ".join(names[place] for place in differing[:3]) + " differ")
 
@@ -326,7 +326,7 @@ class WeightsOrigin:
     def values(self, names: Sequence[str]) -> Iterator[Tensor]:
         """Yield the possible initial values of a tensor; the caller compares to find the true ones.
 
-        The files may have changed, or the training may have been resumed from a checkpoint.
+        The files may have changed, or the training may have begun without them, before a resume.
         """
         stored = None if self._stored is None else self._stored.source(names)
         if stored is not None:

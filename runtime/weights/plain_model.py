@@ -26,8 +26,8 @@ from torch.utils._pytree import tree_leaves
 
 from autopar.runtime.ranks.randomness import mixed_seed, seeded
 
-# torch's function for truncated normals, which draws again until all numbers are in range: how
-# often it draws depends on the numbers
+# torch's function for truncated normals. It draws again until all numbers are in range, so how
+# often it draws depends on the numbers.
 REJECTING = "_no_grad_trunc_normal_"
 
 

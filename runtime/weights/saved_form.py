@@ -33,7 +33,7 @@ from autopar.runtime.tensor.shards import TensorPlace, group_aliases, places
 class View:
     """A view of a tensor's memory."""
 
-    memory: int
+    memory: int  # its number in the recording
     dtype: torch.dtype
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -260,10 +260,8 @@ def saved_form(model: nn.Module) -> SavedForm | None:
 
 
 def _unsavable(model: nn.Module, why: str) -> str:
-    return (
-        f"what save_pretrained of {type(model).__name__} writes cannot be found out on tensors "
-        f"without numbers ({why})"
-    )
+    name = type(model).__name__
+    return f"a run on meta tensors does not show what save_pretrained of {name} writes ({why})"
 
 
 def _is_saved_whole(place: TensorPlace) -> bool:

@@ -1,8 +1,8 @@
 """Reads a model from files of `save_pretrained`, slice by slice.
 
 Inverts `save_pretrained`: finds the model's tensors in its files. A tensor of a file may be a box
-of a model's tensor (an expert of a stack, a part of a fused weight, under any name), or may have
-the elements in another order.
+(a range of indices in each dim) of a model's tensor: an expert of a stack, or a part of a fused
+weight, under any name. It may also have the elements in another order.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Range: TypeAlias = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Box:
-    """A view that is a box of a tensor: it has a range of indices in each of the tensor's dims."""
+    """A view that takes one range of indices in each dim of a tensor."""
 
     start: tuple[int, ...]  # the first index in each dim of the tensor
     dims: tuple[int | None, ...]  # for each dim of the view, the tensor's dim; None at size 1
@@ -66,7 +66,7 @@ def _dim_of(stride: int, tensor: View) -> int | None:
 
 
 def same_view(view: View, of: View, other: View) -> View | None:
-    """Return the box of `other` that is in the place of `view` in `of`; None if `view` is no box.
+    """Return the box of `other` with the same indices as `view` in `of`; None if `view` is no box.
 
     `of` and `other` have the same size.
     """
@@ -223,7 +223,7 @@ class StoredPiece:
         return whole.reshape(piece.viewed)[tuple(slice(at, at + size) for at, size in ends)]
 
     def read_part(self, common: Sequence[Range], box: Box) -> Tensor:
-        """Read the part that `common` gives as ranges of the model's tensor.
+        """Read the part of the piece within `common`, the ranges of the model's tensor.
 
         The result has that tensor's dims, in its order.
         """
@@ -292,9 +292,9 @@ class PiecedTensor:
 class StoredModel:
     """Finds a model's tensors in files, by what `save_pretrained` would write for each.
 
-    A name may be one of the model's tensors and one that `save_pretrained` writes, with different
-    contents (one transposed, say). In a folder it is read as the latter, in a single file as the
-    former.
+    A name in the files may be both that of a model's tensor and one that `save_pretrained` writes,
+    with different contents (transposed, say). A folder is read as `save_pretrained` writes it, a
+    single file as having the model's own tensors.
     """
 
     stored: Mapping[str, Any]  # the open file of each tensor

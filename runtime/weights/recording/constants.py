@@ -1,7 +1,7 @@
 """Keeps the values of real tensors that a constructor reads, as copies or in mapped files.
 
-Memory that is mapped from a file takes no space until it is written to. So it is copied only when
-it is about to be written to; until then, any slice of it can be read.
+Memory that is mapped from a file takes no space until a process writes to it. So a mapped tensor is
+copied only when it is about to be written to; until then, any slice of it can be read.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class _ReadTensor:
 
     source: weakref.ref[Tensor]
     version: int
-    storage: int  # that of its placeholder, in the recording
+    storage: int  # the number of its placeholder's storage in the recording
 
 
 class Constants:

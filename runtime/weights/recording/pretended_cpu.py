@@ -38,7 +38,7 @@ def _read(recording: ConstructorRecording, func: Any, args: Arguments, kwargs: K
 
 
 def _indexed(recording: ConstructorRecording, func: Any, args: Arguments, kwargs: Keywords) -> Any:
-    """Convert real indices and values to recorded tensors, which torch would put on meta."""
+    """Index with recorded tensors in place of real ones, lists and arrays."""
     rest = [recording.on_meta(_as_tensor(value, args[0].dtype)) for value in args[2:]]
     index = args[1]
     if isinstance(index, list) and not _is_plain(index, is_flat=True):
@@ -120,7 +120,7 @@ def _typed(recording: ConstructorRecording, func: Any, args: Arguments, kwargs: 
 def _made_of_numbers(
     recording: ConstructorRecording, func: Any, args: Arguments, kwargs: Keywords
 ) -> Any:
-    """Run `tensor.new_tensor(…)`: a real tensor of plain numbers, with the dtype of `tensor`."""
+    """Run `tensor.new_tensor(…)`, which makes a real tensor of numbers, in the tensor's dtype."""
     del recording
     with plainly():
         return func(torch.empty(0, dtype=args[0].dtype), *args[1:], **kwargs)

@@ -76,7 +76,7 @@ class RecordedOp:
 
 @dataclass(frozen=True, slots=True)
 class CopiedConstant:
-    """A tensor that is a constant, only copied and cast: a slice of it can be read alone."""
+    """A tensor that is only a copied and cast constant, so a slice of it can be read alone."""
 
     constant: Tensor
     dtypes: tuple[torch.dtype, ...]
@@ -149,7 +149,7 @@ class History:
         while True:
             touching = [number for number in self._touching[value.storage] if number < before]
             if not touching:
-                constant = self._looked_at(value)
+                constant = self._constant(value)
                 return (
                     constant if constant is None else CopiedConstant(constant, tuple(dtypes[::-1]))
                 )
@@ -160,7 +160,8 @@ class History:
             dtypes.append(value.dtype)
             value = source
 
-    def _looked_at(self, value: Value) -> Tensor | None:
+    def _constant(self, value: Value) -> Tensor | None:
+        """Return the view of a constant, or None if the tensor is none or has another dtype."""
         if value.storage not in self.constants:
             return None
         real = self.constants[value.storage]

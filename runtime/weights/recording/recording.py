@@ -46,7 +46,7 @@ BATCH_NORMS = {"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"}
 # ops write to these arguments, although their schemas do not say so
 UNMARKED = ("running_mean", "running_var")
 FILLS = {"normal_", "uniform_", "fill_", "zero_"}
-# the most ops that are replayed: a constant, and so many more for each recorded op
+# the most ops that are replayed: the first number, plus the second for each recorded op
 MOST_REPLAYED, MOST_REPLAYED_EACH = 10_000, 20
 FROM_ELSEWHERE = {torch.ops.aten.from_file.default}  # ops without inputs that make real tensors
 
@@ -101,7 +101,7 @@ class ConstructorRecording:
 
     @contextmanager
     def asked(self, is_meta: bool) -> Iterator[None]:
-        """Note whether the call inside asks for meta tensors; if so, its ops make them."""
+        """Note whether the call inside asks for meta tensors, so that its ops make them on meta."""
         before, self._asked.is_meta = self.asks_for_meta, is_meta
         try:
             yield
@@ -115,7 +115,7 @@ class ConstructorRecording:
             self._write_down(function, (tensor, *args), {}, outputs=tensor, draw=draw)
 
     def value(self, tensor: Tensor) -> Value:
-        """Return the Value of a tensor of the constructor; a real tensor becomes a constant."""
+        """Return the Value of a recorded tensor; a real tensor becomes a constant first."""
         if tensor.is_conj() or tensor.is_neg():
             raise UnrecordableError("a conjugated view of a tensor")
         tensor = self.on_meta(tensor)
@@ -124,7 +124,7 @@ class ConstructorRecording:
         return Value(number, tensor.dtype, tuple(tensor.shape), tensor.stride(), offset)
 
     def on_meta(self, leaf: Any) -> Any:
-        """Return a meta tensor for a real one, whose values are kept; return others unchanged."""
+        """Return a meta tensor in place of a real one, and keep its values; return others as is."""
         if not isinstance(leaf, Tensor) or self.is_recorded(leaf) or leaf.is_meta:
             return leaf
         with plainly(), self._lock, torch.no_grad():
@@ -154,7 +154,7 @@ class ConstructorRecording:
         return self.history.replay(values)
 
     def lend(self, tensor: Tensor, shown: Any) -> Any:
-        """Remember an array that shows a tensor's values: it would miss the tensor's changes."""
+        """Remember an array with a tensor's values: the tensor must not change while it lives."""
         self._lent[self.value(tensor).storage] = weakref.ref(shown)
         return shown
 
