@@ -106,7 +106,8 @@ class Claim:
 def claim(folder: Location, *, note: Callable[[str], None] = lambda _: None) -> Claim:
     """Take a folder, or raise TakenError.
 
-    `note` gets a message before waiting to see whether a holder on another machine still runs.
+    `note` is called with a message before a wait that shows whether a holder on another machine
+    still runs.
     """
     holder = _own(folder)
     before = holder_of(folder)
@@ -150,7 +151,7 @@ def is_claimed(folder: Location) -> bool:
 
 
 def _is_another(folder: Path, seen: str) -> bool:
-    """Whether the holder's path `seen` is a folder, but not this one: this one is a copy then.
+    """Whether the holder's path `seen` is another folder than this one, which is then a copy.
 
     If there is no folder at `seen`, this one was moved from there.
     """
@@ -202,7 +203,7 @@ def _machine() -> str:
 
 
 def _is_claimed(folder: Location, holder: FolderHolder, note: Callable[[str], None]) -> bool:
-    """Whether another process holds a folder. Earlier claims of this process do not count."""
+    """Whether a process other than this one holds a folder; may wait to see if it still runs."""
     if holder.is_here:
         return holder.process != os.getpid() and holder.may_live
     seconds = _MISSED * BEAT_SECONDS

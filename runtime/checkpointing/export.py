@@ -55,10 +55,8 @@ _INDEX = ".safetensors.index.json"
 class SavedModel:
     """The tensors of an export in the form of `save_pretrained`.
 
-    Tensors that are computed from a common weight are made together.
-
-    `weight_of` returns a weight of the training. It is called once for each name in `weights`, in
-    that order.
+    Tensors that are computed from a common weight are made together. `weight_of` returns a weight
+    of the training; it is called once for each name in `weights`, in that order.
     """
 
     def __init__(self, form: SavedForm, weight_of: Callable[[str], Tensor]) -> None:

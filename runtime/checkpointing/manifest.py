@@ -249,17 +249,17 @@ def manifest_faults(manifest: Manifest) -> Iterator[str]:
     """Yield the contradictions in a manifest, with their places."""
     names = [rank_file(rank) for rank in range(len(manifest.files))]
     if not names or sorted(manifest.files) != names:
-        yield "files: they are not those of ranks 0 and on"
+        yield "files: their names are not those of ranks 0, 1, 2 …"
     if manifest.moment.updates > manifest.moment.step:
-        yield "moment.updates: more than there were steps"
+        yield "moment.updates: there are more than steps"
     yield from _of_tensors(manifest)
     for key, scalar in manifest.scalars.items():
         if not key.startswith(STATE) or not _is_made(scalar):
-            yield f"scalars.{in_a_line(key)}: no number of a state"
+            yield f"scalars.{in_a_line(key)}: it is no number that an optimizer keeps"
     for name, one in manifest.exported.items():
         held = manifest.tensors.get(WEIGHT + name)
         if held is None or held.dtype.is_floating_point != one.dtype.is_floating_point:
-            yield f"exported.{in_a_line(name)}: no such weight of this kind is among the tensors"
+            yield f"exported.{in_a_line(name)}: no weight of this name and kind is stored"
 
 
 def _is_made(scalar: Scalar) -> bool:
@@ -286,7 +286,7 @@ def _of_tensors(manifest: Manifest) -> Iterator[str]:
             sizes[shard.file] += shard.chunks.elements * one.dtype.itemsize
     for name, size in sizes.items():
         if size > manifest.files[name].size_bytes:
-            yield f"tensors: their shards in {name} have more bytes than it has"
+            yield f"tensors: the shards in {name} have more bytes than that file"
 
 
 def _of_shards(one: Logical, manifest: Manifest) -> str:
@@ -299,7 +299,7 @@ def _of_shards(one: Logical, manifest: Manifest) -> str:
             return f"a shard has {len(ranges)} dims, and the tensor {len(one.shape)}"
         for held, size in zip(ranges, one.shape, strict=True):
             if not _are_ranges(held, size):
-                return f"a shard has no ranges of a dim of {size}"
+                return f"a shard has ranges that do not fit a dim of {size}"
     return ""
 
 
@@ -311,7 +311,7 @@ def _are_ranges(held: Ranges, size: int) -> bool:
 
 
 class _Pairs:
-    """The number of pairs of shards that may still be compared, over all tensors."""
+    """How many pairs of shards may still be compared, over all tensors."""
 
     def __init__(self) -> None:
         self.left = _MOST_PAIRS

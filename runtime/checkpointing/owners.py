@@ -1,6 +1,4 @@
-"""Decides which rank writes which part of the model.
-
-Turns the modules of this rank into parts of logical tensors.
+"""Turns this rank's modules into parts of logical tensors, and decides which rank writes which.
 
 A logical tensor is a tensor of the user's whole model, under the first of its names there. The plan
 determines which part of it is on this rank. Checkpoints store logical tensors, so every plan can

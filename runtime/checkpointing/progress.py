@@ -73,8 +73,8 @@ def broken_in_words(ranks: Sequence[Broken]) -> str:
     return "all parameters are numbers"
 
 
-# a rank is slow if it takes longer than the median of others: for the product, by this share of the
-# median; for reading rows, by this share of a step
+# a rank is slow if it takes longer than the median of the others: by this share of the median for
+# the product, by this share of a step for reading rows
 SLOW = 0.1
 _EVERY_SECONDS = 10.0
 _TRIES = 5  # the fastest one counts, because disturbances only slow a run down

@@ -112,7 +112,7 @@ _MOST_SHOWN = 5
 
 @torch.no_grad()
 def restore(checkpoint: Checkpoint, parts: Sequence[nn.Module], optimizer: Optimizer) -> str | None:
-    """Restore this rank's weights and states from a checkpoint; return a note on changed ones."""
+    """Restore this rank's weights and states from a checkpoint; return the note of restore_lost."""
     _refuse_others(checkpoint, parts)
     outer = outer_of(optimizer)
     with ExitStack() as files:
@@ -205,7 +205,7 @@ def _state_keys(checkpoint: Checkpoint) -> Mapping[str, dict[str, list[str]]]:
 def _restored_state(
     reader: Reader, target: SteppedTensor, names: Sequence[str], optimizer: Optimizer
 ) -> Any:
-    """Return the state of this rank's replica, or the mean if others were stored."""
+    """Return the state of this rank's replica, or the mean of all if their number differs."""
     outer = outer_of(optimizer)
     if reader.logical(names[0]) is None:
         return made_scalar(reader.checkpoint.manifest.scalars[names[0]], target, optimizer)

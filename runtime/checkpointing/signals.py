@@ -61,8 +61,8 @@ class StepAnswer:
 class StopSignals:
     """Finds after each step whether a signal to some rank asks the training to stop.
 
-    Ranks exchange this about once a second, or after each step if steps are longer: a message after
-    every step of 10 ms would cost 3 %. Each answer fixes the step of the next exchange.
+    The ranks exchange their answers about once a second, or after each step if steps are longer: a
+    message after every step of 10 ms would cost 3 %. Each exchange fixes the step of the next one.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -175,7 +175,7 @@ class Garbage:
         gc.disable()
 
     def after(self, step: int) -> None:
-        """Collect if it is due: at the same steps on all ranks, unless cycles hold tensors."""
+        """Collect if it is due: after the same steps on all ranks, unless cycles hold tensors."""
         # not after the first step: its garbage is not typical
         if step == self._first_step + 1 and _free_tensors():
             # the model's code makes cycles with tensors: device memory matters more than time
@@ -223,11 +223,11 @@ class PartAction:
 
 
 class PartActions:
-    """Notes when each part of this rank runs its forwards and backwards.
+    """Notes when each part (stage) of this rank runs its forwards and backwards.
 
-    A hook on each part sees its forward, hooks on the tensors that it returns see their gradients
-    arrive, and the autograd engine calls back at the end of that backward. On a GPU the moments are
-    events in its queue.
+    A hook on each part sees its forward. A backward begins when a hook sees a gradient arrive at a
+    tensor that the part returned, and ends when the autograd engine calls back. On a GPU the
+    moments are events in its queue.
     """
 
     def __init__(self, parts: Sequence[nn.Module], device: torch.device) -> None:

@@ -64,7 +64,7 @@ def set_random_states(states: Mapping[str, Tensor], device: torch.device) -> Non
 
 WEIGHT, STATE = "weight/", "state/"
 BASIS = "basis/"  # of PowerSGD
-LOST = "lost/"  # of gradients, by compression; then whose, and the parameter
+LOST = "lost/"  # what compressing gradients has lost: lost/RANK/PARAMETER, or lost/mean/PARAMETER
 _PLAIN = (bool, int, float, type(None))
 
 
@@ -142,7 +142,7 @@ def _of(target: SteppedTensor, optimizer: Optimizer) -> Iterator[LocalPart]:
 
 
 def lost_held(parts: Sequence[nn.Module]) -> Iterator[LocalPart]:
-    """Yield what compression has lost of gradients, by who has lost it."""
+    """Yield what compressing gradients has lost on this rank, and the bases of PowerSGD."""
     names = {id(one.place.tensor): one for one in named_tensors(parts)}
     for bucket in (one for part in parts for one in _buckets(part)):
         for whose, flat, first in bucket.lost():
@@ -156,7 +156,7 @@ def lost_held(parts: Sequence[nn.Module]) -> Iterator[LocalPart]:
 
 
 def _basis_key(of: NamedTensor) -> str:
-    """Return the key of the matrix with which PowerSGD goes on for a rank's shard."""
+    """Return the key of PowerSGD's Q for a rank's shard of a parameter."""
     shard = "" if of.chunks == whole(of.chunks.global_shape) else f" {of.chunks.ranges}"
     return f"{BASIS}{of.names[0]}{shard}"
 
@@ -173,10 +173,10 @@ class TensorReader(Protocol):
 
 
 def restore_lost(reader: TensorReader, parts: Sequence[nn.Module]) -> str | None:
-    """Restore what compression has lost of gradients; return a note if that changes hands.
+    """Restore what compressing gradients has lost; return a note if ranks cannot go on with it.
 
-    Under another number of ranks, each begins with an even share of the sum, so that nothing is
-    lost for good.
+    Under another number of ranks, each begins with an even share of the sum over all ranks, so that
+    nothing is dropped.
     """
     stored = {one.removeprefix(LOST).partition("/")[0] for one in reader.keys if is_lost(one)}
     before = len(stored - {MEAN})
@@ -203,7 +203,7 @@ def restore_lost(reader: TensorReader, parts: Sequence[nn.Module]) -> str | None
 
 
 def _restore_bases(reader: TensorReader, bucket: Bucket, parts: Sequence[nn.Module]) -> None:
-    """Restore the bases of a bucket; under another split of its matrices they begin anew."""
+    """Restore a bucket's PowerSGD bases; those of matrices that are split otherwise begin anew."""
     if bucket.compressor is None:
         return
     names = {id(one.place.tensor): one for one in named_tensors(parts)}
@@ -217,7 +217,7 @@ def _restore_bases(reader: TensorReader, bucket: Bucket, parts: Sequence[nn.Modu
 
 
 def is_lost(key: str) -> bool:
-    """Whether a logical tensor is what compression has lost of gradients."""
+    """Whether a logical tensor is what compressing gradients has lost."""
     return key.startswith(LOST)
 
 

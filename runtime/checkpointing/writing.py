@@ -112,7 +112,7 @@ class CheckpointSnapshot:
 
 
 class Agreed:
-    """What ranks agree on for a checkpoint (who writes what, and dtypes); reused for later ones."""
+    """The ranks' agreement on who writes what, and on dtypes; later checkpoints reuse it."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
