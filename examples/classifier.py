@@ -1,4 +1,4 @@
-"""Trains a head on what a frozen encoder makes of texts.
+"""Trains a classifier's head on the outputs of a frozen text encoder.
 
 autopar plan examples/classifier.py --arg base=BASE --arg data=texts.jsonl --gpus 2 -o topics
 torchrun --nproc-per-node 2 topics/train.py --steps 1000 --export topics/head/
@@ -62,10 +62,10 @@ def loss(outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
 
 
 def build_dataset(base: str, data: str, length: int = 128) -> Dataset[dict[str, Tensor]]:
-    """Return lines of JSON with a text and the number of its label."""
+    """Return the texts and label numbers in a file of JSON lines."""
     return Texts(data, base, length, ("text",))
 
 
 def build_optimizer(params: list[nn.Parameter]) -> Optimizer:
-    """Return an optimizer with the rate of a new head."""
+    """Return an optimizer with a large rate, because the head is new."""
     return AdamW(params, lr=1e-3, weight_decay=0.0)

@@ -1,4 +1,4 @@
-"""Has a language model prefer some answers to others (DPO, Rafailov et al. 2023).
+"""Trains a language model to prefer some answers to others (DPO, Rafailov et al. 2023).
 
 autopar plan examples/dpo.py --arg base=BASE --arg data=pairs.jsonl --gpus 8 -o tuned
 torchrun --nproc-per-node 8 tuned/train.py --steps 1000 --export tuned/model/
@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.utils.data import Dataset
 
-BETA = 0.1  # how much the policy may leave the reference
+BETA = 0.1  # how strongly the policy is kept near the reference
 
 
 class Preferring(nn.Module):
-    """A policy that learns, and the frozen model that it was."""
+    """A policy that is trained, and a frozen copy of the model from which it began."""
 
     def __init__(self, base: str) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ def example_batch(batch_size: int, base: str, length: int = 512) -> dict[str, Te
 
 
 def build_dataset(base: str, data: str, length: int = 512) -> Dataset[dict[str, Tensor]]:
-    """Return lines of JSON with a prompt, a chosen and a rejected answer."""
+    """Return the prompts with their chosen and rejected answers in a file of JSON lines."""
     return Answers(data, base, length, ("chosen", "rejected"))
 
 

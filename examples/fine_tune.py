@@ -1,4 +1,4 @@
-"""Goes on training all weights of a causal language model, on answers to prompts.
+"""Fine-tunes all weights of a causal language model on answers to prompts.
 
 autopar plan examples/fine_tune.py --arg base=BASE --arg data=answers.jsonl --gpus 8 -o tuned
 torchrun --nproc-per-node 8 tuned/train.py --steps 1000 --export tuned/model/
@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 
 def build_model(base: str) -> nn.Module:
-    """Return the model of a folder, or of the hub."""
+    """Return a model from a folder or from the hub."""
     model: nn.Module = AutoModelForCausalLM.from_pretrained(
         base, dtype=torch.float32, use_cache=False
     )
@@ -27,10 +27,10 @@ def example_batch(batch_size: int, base: str, length: int = 512) -> dict[str, Te
 
 
 def build_dataset(base: str, data: str, length: int = 512) -> Dataset[dict[str, Tensor]]:
-    """Return lines of JSON with a prompt and an answer."""
+    """Return the prompts and answers in a file of JSON lines."""
     return Answers(data, base, length, ("answer",))
 
 
 def build_optimizer(params: list[nn.Parameter]) -> Optimizer:
-    """Return an optimizer whose rate leaves in place what the model knows."""
+    """Return an optimizer with a small rate, so that the model keeps what it knows."""
     return AdamW(params, lr=1e-5, weight_decay=0.0)

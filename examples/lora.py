@@ -1,4 +1,4 @@
-"""Trains adapters of low rank (LoRA) beside the frozen weights of a language model.
+"""Trains low-rank adapters (LoRA) beside the frozen weights of a language model.
 
 autopar plan examples/lora.py --arg base=BASE --arg data=answers.jsonl --gpus 8 -o tuned
 torchrun --nproc-per-node 8 tuned/train.py --steps 1000 --export tuned/adapters/
@@ -16,7 +16,7 @@ __all__ = ["build_dataset", "build_model", "build_optimizer", "example_batch"]
 
 
 def build_model(base: str, targets: str = "all-linear", rank: int = 16) -> nn.Module:
-    """Return the model with adapters beside all linear layers but the head, or those of names."""
+    """Return a model with adapters beside `targets`, by default all linear layers but the head."""
     adapters = LoraConfig(
         task_type="CAUSAL_LM", target_modules=targets, r=rank, lora_alpha=2 * rank
     )
@@ -25,5 +25,5 @@ def build_model(base: str, targets: str = "all-linear", rank: int = 16) -> nn.Mo
 
 
 def build_optimizer(params: list[nn.Parameter]) -> Optimizer:
-    """Return an optimizer with the rate of weights that begin at zero."""
+    """Return an optimizer with a larger rate than for all weights: adapters begin at zero."""
     return AdamW(params, lr=2e-4, weight_decay=0.0)

@@ -1,4 +1,4 @@
-"""Trains a reward model on pairs: the chosen answer shall score higher than the rejected one.
+"""Trains a reward model on pairs: the chosen answer should score higher than the rejected one.
 
 autopar plan examples/reward.py --arg base=BASE --arg data=pairs.jsonl --gpus 8 -o reward
 torchrun --nproc-per-node 8 reward/train.py --steps 1000 --export reward/model/
@@ -16,7 +16,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 
 class Comparing(nn.Module):
-    """A model with one score for each text, which compares two of them."""
+    """A model that scores texts, trained by comparing the scores of two."""
 
     def __init__(self, base: str) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Comparing(nn.Module):
 
 
 def build_model(base: str) -> nn.Module:
-    """Return a language model with a new head in the place of its own."""
+    """Return a language model with a new head of one score in place of its own."""
     return Comparing(base)
 
 
@@ -46,7 +46,7 @@ def example_batch(batch_size: int, base: str, length: int = 512) -> dict[str, Te
 
 
 def build_dataset(base: str, data: str, length: int = 512) -> Dataset[dict[str, Tensor]]:
-    """Return lines of JSON with a prompt, a chosen and a rejected answer."""
+    """Return the prompts with their chosen and rejected answers in a file of JSON lines."""
     return Answers(data, base, length, ("chosen", "rejected"))
 
 

@@ -1,9 +1,9 @@
-"""Trains an encoder of sentences: each is nearest to the other of its pair, of all in the batch.
+"""Trains a sentence encoder: of the whole batch, a sentence should be nearest to its partner.
 
 autopar plan examples/sentence_pairs.py --arg base=BASE --arg data=pairs.jsonl --gpus 2 -o encoder
 torchrun --nproc-per-node 2 encoder/train.py --steps 1000 --export encoder/model/
 
-The sentences of a batch meet, so the plan splits the model and not the batch.
+Each sentence is compared with the whole batch, so the plan splits the model and not the batch.
 """
 
 from pathlib import Path
@@ -16,7 +16,7 @@ from torch.optim import AdamW, Optimizer
 from torch.utils.data import Dataset
 from transformers import AutoModel
 
-SCALE = 20.0  # of cosines
+SCALE = 20.0  # cosines times this are the logits
 
 
 class Pairs(nn.Module):
@@ -34,7 +34,7 @@ class Pairs(nn.Module):
         return SCALE * first @ self.encoded(second_ids, second_mask).T
 
     def encoded(self, ids: Tensor, mask: Tensor) -> Tensor:
-        """Return the mean of a sentence's tokens, of length one."""
+        """Return the mean of each sentence's tokens, as a vector of length one."""
         tokens = self.encoder(input_ids=ids, attention_mask=mask).last_hidden_state
         counted = mask.unsqueeze(-1).to(tokens.dtype)
         return F.normalize((tokens * counted).sum(1) / counted.sum(1), dim=-1)
@@ -45,7 +45,7 @@ class Pairs(nn.Module):
 
 
 def build_model(base: str) -> nn.Module:
-    """Return the encoder of a folder, or of the hub."""
+    """Return an encoder from a folder or from the hub."""
     return Pairs(base)
 
 
@@ -67,7 +67,7 @@ def loss(outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
 
 
 def build_dataset(base: str, data: str, length: int = 64) -> Dataset[dict[str, Tensor]]:
-    """Return lines of JSON with a first and a second sentence."""
+    """Return the pairs of sentences in a file of JSON lines."""
     return Texts(data, base, length, ("first", "second"))
 
 

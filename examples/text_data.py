@@ -1,4 +1,4 @@
-"""Lines of JSON with texts, as tokens that are padded to one length."""
+"""Reads JSON lines with texts, and turns the texts into tokens padded to one length."""
 
 import json
 from pathlib import Path
@@ -9,11 +9,11 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import AutoConfig, AutoTokenizer
 
-IGNORED = -100  # a label that a loss leaves out: of the prompt, and of the padding
+IGNORED = -100  # the label of prompts and of padding: losses leave these tokens out
 
 
 class Lines(Dataset[dict[str, Tensor]]):
-    """The lines of a file, and the texts that each has under some keys."""
+    """The lines of a file; each has its texts under `keys`."""
 
     def __init__(self, path: str, base: str, length: int, keys: tuple[str, ...]) -> None:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
@@ -26,7 +26,7 @@ class Lines(Dataset[dict[str, Tensor]]):
 
 
 class Answers(Lines):
-    """Prompts, each with the texts behind it."""
+    """Prompts, each with one answer or several."""
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         row = self.rows[index]
@@ -35,7 +35,7 @@ class Answers(Lines):
         return {"input_ids": ids.squeeze(0), "labels": labels.squeeze(0)}
 
     def tokens(self, prompt: str, answer: str) -> tuple[list[int], list[int]]:
-        """Return tokens and labels. What stands behind a text, causal attention does not see."""
+        """Return tokens and labels. Padding needs no mask: causal attention does not look ahead."""
         asked = self.tokenizer(prompt)["input_ids"]
         given = self.tokenizer(answer, add_special_tokens=False)["input_ids"]
         end = self.tokenizer.eos_token_id
@@ -46,7 +46,7 @@ class Answers(Lines):
 
 
 class Texts(Lines):
-    """Texts, each with a mask; and the label of their line, if it has one."""
+    """Texts, each with a mask of its tokens, and the label of their line, if it has one."""
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         row = self.rows[index]
@@ -61,6 +61,6 @@ class Texts(Lines):
 
 
 def random_tokens(base: str, *shape: int) -> Tensor:
-    """Return tokens of a model's vocabulary."""
+    """Return random tokens of a model's vocabulary."""
     size = AutoConfig.from_pretrained(base).get_text_config().vocab_size
     return torch.randint(size, shape)

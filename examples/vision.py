@@ -1,4 +1,4 @@
-"""Goes on training a vision model of timm on a folder of images, one folder for each class.
+"""Fine-tunes a vision model of timm on a folder of images, with a subfolder for each class.
 
 autopar plan examples/vision.py --arg base=model.safetensors --arg data=images --gpus 8 -o birds
 torchrun --nproc-per-node 8 birds/train.py --steps 1000 --export birds/model.safetensors
@@ -22,7 +22,7 @@ MEAN, STD = torch.tensor([0.5, 0.5, 0.5]), torch.tensor([0.5, 0.5, 0.5])
 
 
 class Images(Dataset[dict[str, Tensor]]):
-    """The images of a folder, made square, with the numbers of the folders that they are in."""
+    """The images of a folder, resized to squares, each with the number of its subfolder."""
 
     def __init__(self, folder: str, side: int) -> None:
         self.paths = sorted(one for one in Path(folder).rglob("*") if one.is_file())
@@ -41,7 +41,7 @@ class Images(Dataset[dict[str, Tensor]]):
 
 
 def build_model(base: str, name: str = NAME, classes: int = 10) -> nn.Module:
-    """Return the model of a file, with a new head for these classes."""
+    """Return a model with the weights of a file, and a new head for these classes."""
     model: nn.Module = timm.create_model(
         name, pretrained=True, pretrained_cfg_overlay={"file": base}, num_classes=classes
     )

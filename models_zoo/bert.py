@@ -79,7 +79,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then the MLP; each is added to its input, and the sum is normalised."""
+    """A post-norm block: norm(x + attention(x)), then norm(x + mlp(x))."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ class MaskedWords(Dataset[dict[str, Tensor]]):
         length = int(random.integers(3 * len(words) // 4, len(words) + 1))
         chance = torch.from_numpy(random.random(len(words)))
         chance[random.integers(length)] = 0.0  # a batch without any masked word would have no loss
-        # 12 % become [MASK], 1.5 % another word, 1.5 % stay: any word that is shown may be wrong.
+        # 12 % become [MASK], 1.5 % another word, and 1.5 % stay, so any visible word may be wrong.
         chosen = (chance < 0.15) & (places < length)
         others = torch.from_numpy(random.integers(self.mask, size=len(words)))
         shown = words.where(chance >= 0.135, others).where(chance >= 0.12, self.mask)

@@ -1,7 +1,7 @@
 """Predicts clicks with tables of embeddings and perceptrons (DLRM, Naumov et al. 2019).
 
-Sizes: tiny, kaggle (the reference's arguments for Criteo's Kaggle data). Data: lines as Criteo has
-them, of a label, whole numbers and categories in hexadecimal, with tabs between.
+Sizes: tiny, kaggle (the reference's arguments for Criteo's Kaggle data). Data: lines in Criteo's
+format: a label, whole numbers and hexadecimal categories, separated by tabs.
 """
 
 import itertools
@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """The shape of the model; a visit has `hot` entries of each table, which are added up."""
+    """The shape of the model; a visit has `hot` entries of each table, which are summed."""
 
     entries: tuple[int, ...]
     dim: int
@@ -119,7 +119,7 @@ def read_rows(path: str, config: Config) -> list[tuple[bool, list[float], list[i
 
 
 def generated_rows(config: Config, items: int) -> list[tuple[bool, list[float], list[int]]]:
-    """Return visits whose clicks depend on the first category (odd or even) and first number."""
+    """Return visits; clicks depend on the first category (odd or even) and the first number."""
     random = np.random.default_rng(0)
     rows = []
     for _ in range(items):

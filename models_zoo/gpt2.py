@@ -86,7 +86,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then the MLP; each takes its input normalised, and is added to the input."""
+    """A pre-norm block: x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class GPT2(nn.Module):
         self.init_weights(config.layers)
 
     def init_weights(self, layers: int) -> None:
-        """Draw as GPT-2 does: with deviation 0.02, or less for what is added to a block's input."""
+        """Draw weights as GPT-2 does: deviation 0.02, but less where a block adds to its input."""
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
                 nn.init.zeros_(parameter)
@@ -192,7 +192,7 @@ def build_dataset(
 
 
 def build_optimizer(params: Iterable[nn.Parameter], learning_rate: float = 1e-3) -> Optimizer:
-    """Return AdamW that decays matrices, but neither biases nor norms."""
+    """Return AdamW with weight decay for matrices, but not for biases and norms."""
     params = list(params)
     groups = [
         {"params": [p for p in params if p.dim() >= 2], "weight_decay": 0.1},

@@ -22,7 +22,7 @@ PATCHES = 4  # a generated picture is a grid of 4 × 4 coloured patches under no
 
 
 class LabelledImages(Dataset[dict[str, Tensor]]):
-    """Pictures of 8 bits per colour, resized to `image_size` and brought to about unit variance."""
+    """Pictures of 8 bits per colour, resized to `image_size` and scaled to about unit variance."""
 
     def __init__(self, images: Bytes, labels: Bytes, image_size: int, classes: int) -> None:
         if len(images) != len(labels):

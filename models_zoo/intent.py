@@ -1,4 +1,4 @@
-"""Tells what a sentence asks for from the mean of its words (fastText, Joulin et al. 2016).
+"""Classifies what a sentence asks for, by the mean of its words (fastText, Joulin et al. 2016).
 
 Sizes: tiny, ag_news (PyTorch's text classification tutorial). Data: lines of `label<TAB>text`.
 """
@@ -33,7 +33,7 @@ SIZES = {
     "ag_news": Config(vocab_size=95811, dim=64, intents=4, seq_len=64),
 }
 
-# Words of the generated sentences: those of each intent, and those that occur with all intents.
+# Words of the generated sentences: KEYWORDS of each intent, and FILLERS that occur with all.
 KEYWORDS = (
     ("weather", "rain", "sunny", "umbrella", "forecast", "cold"),
     ("play", "song", "music", "album", "louder", "band"),
@@ -70,7 +70,7 @@ def word_ids(text: str, vocab_size: int, seq_len: int) -> Tensor:
 
 
 class Sentences(Dataset[dict[str, Tensor]]):
-    """Sentences with the number of their intent: the intents' names are numbered as sorted."""
+    """Sentences, each with the number of its intent; numbers follow the sorted names."""
 
     def __init__(self, rows: list[tuple[str, str]], config: Config) -> None:
         names = sorted({label for label, _ in rows})

@@ -87,14 +87,14 @@ class BasicBlock(nn.Module):
         self.shortcut = shortcut_for(inputs, inside, stride, config)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map a picture to one of the block's output shape."""
+        """Map [batch, inputs, height, width] to [batch, outputs, …]; a stride shrinks pictures."""
         y = F.relu(self.bn1(self.conv1(x)))
         y = self.bn2(self.conv2(y))
         return F.relu(y + self.shortcut(x))
 
 
 class Bottleneck(nn.Module):
-    """A convolution between two 1 × 1 ones that narrow and widen; the input is added at the end."""
+    """A 3 × 3 convolution between two of 1 × 1 that narrow and widen; the input is added last."""
 
     def __init__(self, inputs: int, inside: int, stride: int, config: Config) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class Bottleneck(nn.Module):
         self.shortcut = shortcut_for(inputs, outputs, stride, config)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map a picture to one of the block's output shape."""
+        """Map [batch, inputs, height, width] to [batch, outputs, …]; a stride shrinks pictures."""
         y = F.relu(self.bn1(self.conv1(x)))
         y = F.relu(self.bn2(self.conv2(y)))
         y = self.bn3(self.conv3(y))

@@ -1,4 +1,4 @@
-"""Turns windows of words into pairs for T5: the text with spans taken out, and the spans."""
+"""Turns windows of words into pairs for T5: a text with spans taken out, and these spans."""
 
 import numpy as np
 import torch
@@ -32,7 +32,7 @@ def target_length(window: int) -> int:
 
 
 class FilledSpans(Dataset[dict[str, Tensor]]):
-    """Rows of a text with gaps and what belongs in them; every row has the same lengths."""
+    """Rows of a text with gaps, and the words that belong there; all rows have equal lengths."""
 
     def __init__(self, windows: TokenWindows, first_sentinel: int) -> None:
         self.windows, self.first_sentinel = windows, first_sentinel

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 BUCKETS = 32  # the number of classes into which distances are sorted
-FARTHEST = 128  # the distance at which the last class begins
+FARTHEST = 128  # the distance from which on all belong to the last class
 START = 0  # the token that the decoder reads first; it is the padding token too
 SENTINELS = 100  # the highest tokens stand for spans that were taken out
 
@@ -74,7 +74,7 @@ class Attention(nn.Module):
 
 
 class RelativeBias(nn.Module):
-    """A score per head and class of distances, added in attention; T5 has no other positions."""
+    """A score per head and class of distances, added in attention: T5's only use of positions."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ class DecoderBlock(nn.Module):
 
 
 class T5(nn.Module):
-    """Maps input words, and the words that answer them, to the mean loss of the answer."""
+    """Maps input words and target words to the mean loss of the target words."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()

@@ -13,7 +13,7 @@ Tokens = npt.NDArray[Any]  # one dimension, any integer type: a corpus keeps the
 
 BYTE_VOCABULARY = 256
 # The generated language is small, so that a small model learns it in seconds. Its loss per word is
-# ln 64 = 4.2 nats at first, ln 8 = 2.1 if the topic is known, and ln 4 = 1.4 at best.
+# ln 64 = 4.2 nats at first, ln 8 = 2.1 once the model finds the topic, and ln 4 = 1.4 at best.
 TOPICS = 8
 TOPIC_WORDS = 8
 SUCCESSORS = 4
@@ -106,7 +106,7 @@ def read_npy(file: Path) -> Tokens:
 def generated_language(vocab_size: int, texts: int, length: int) -> Tokens:
     """Return `texts` texts of `length` words one after the other, and one word more.
 
-    A text keeps to its topic, and each word is followed by one of four words of it, equally likely.
+    A text keeps to one topic. Each word has four possible successors in its topic, equally likely.
     """
     topics = min(TOPICS, vocab_size // TOPIC_WORDS)
     if topics == 0:

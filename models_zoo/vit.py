@@ -53,7 +53,7 @@ class SelfAttention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then the MLP; each takes its input normalised, and is added to the input."""
+    """A pre-norm block: x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
