@@ -45,7 +45,7 @@ SIZES = {
 
 
 class Attention(nn.Module):
-    """Attention without biases and without the usual scaling, which the initial weights contain."""
+    """Attention without biases; its initial weights contain the usual scaling of scores."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()

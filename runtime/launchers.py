@@ -208,7 +208,7 @@ def _local(
 
 
 def _number(name: str, variables: Mapping[str, str], *, default: int) -> int:
-    """Return the whole number in a variable."""
+    """Return the whole number in a variable, or the default if it is not set."""
     text = variables.get(name) if name else None
     if text is None:
         return default

@@ -254,7 +254,7 @@ def manifest_faults(manifest: Manifest) -> Iterator[str]:
         yield "moment.updates: there are more than steps"
     yield from _of_tensors(manifest)
     for key, scalar in manifest.scalars.items():
-        if not key.startswith(STATE) or not _is_made(scalar):
+        if not key.startswith(STATE) or not _is_valid(scalar):
             yield f"scalars.{in_a_line(key)}: it is no number that an optimizer keeps"
     for name, one in manifest.exported.items():
         held = manifest.tensors.get(WEIGHT + name)
@@ -262,7 +262,7 @@ def manifest_faults(manifest: Manifest) -> Iterator[str]:
             yield f"exported.{in_a_line(name)}: no weight of this name and kind is stored"
 
 
-def _is_made(scalar: Scalar) -> bool:
+def _is_valid(scalar: Scalar) -> bool:
     """Whether a scalar's number is not too large, and its dtype exists in torch."""
     value = scalar.value
     if isinstance(value, int) and not -_LARGEST <= value < _LARGEST:

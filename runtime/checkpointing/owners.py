@@ -1,4 +1,4 @@
-"""Turns this rank's modules into parts of logical tensors, and decides which rank writes which.
+"""Finds this rank's part of each logical tensor, and decides which rank writes which part.
 
 A logical tensor is a tensor of the user's whole model, under the first of its names there. The plan
 determines which part of it is on this rank. Checkpoints store logical tensors, so every plan can

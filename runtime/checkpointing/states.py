@@ -173,7 +173,7 @@ class TensorReader(Protocol):
 
 
 def restore_lost(reader: TensorReader, parts: Sequence[nn.Module]) -> str | None:
-    """Restore what compressing gradients has lost; return a note if ranks cannot go on with it.
+    """Restore what compressing gradients has lost; return a note if it is not as it was.
 
     Under another number of ranks, each begins with an even share of the sum over all ranks, so that
     nothing is dropped.
@@ -274,7 +274,7 @@ REPLICA = "@"  # before a replica's number, at the end of a key
 def _state(target: SteppedTensor, optimizer: Optimizer) -> Mapping[str, Any]:
     """Return the states of a tensor by key.
 
-    With local steps, each replica has tensors of its own, and the outer optimizer's are common.
+    With local steps, each replica has states of its own, and all share the outer optimizer's.
     """
     state: Mapping[str, Any] = optimizer.state.get(target.parameter, {})
     if (outer := outer_of(optimizer)) is None:

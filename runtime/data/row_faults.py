@@ -103,7 +103,7 @@ def is_stream(dataset: Any) -> bool:
 
 
 def fault_of_dataset(dataset: Any, maker: str) -> Fault | None:
-    """Return why an object is no dataset or has a bad length, or None; its own errors pass."""
+    """Return why an object is no dataset or has a bad length, or None; may raise its errors."""
     name = f"the dataset ({type(dataset).__name__})"
     if isinstance(dataset, DataLoader):
         return Fault(

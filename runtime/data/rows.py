@@ -211,8 +211,8 @@ def rows_like(
     """Return the rows of a dataset with the keys of an example batch.
 
     Exits if the first row does not fit, and prints what the dataset should return. Prints notes if
-    this row has entries that the example lacks or other shapes, and if the dataset has fewer rows
-    than `at_once`, on which the data ranks train at once.
+    this row has other shapes, or entries that the example lacks, and if the dataset has fewer rows
+    than `at_once`, the number that the data ranks train on at once.
     """
     with exit_on_row_error(dataset):
         first = dataset[0]

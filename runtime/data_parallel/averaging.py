@@ -172,9 +172,9 @@ class Compressor:
         return ()
 
     def error_rank(self, averaging: Averaging) -> tuple[int, int]:
-        """Return this rank's number among the ranks that lose of the same elements, and how many.
+        """Return this rank's number among those that compress the same elements, and their count.
 
-        In int8 these are the copies, if there are any, because only they compress.
+        In int8 these are the copies or, without copies, the ranks of the shard axis.
         """
         one = averaging.replica if averaging.replica.size > 1 else averaging.shard
         return one.rank, one.size
@@ -232,7 +232,7 @@ class LowRank(Compressor):
         return tuple(first_basis(one.numel() // len(one), one.device, dtype) for one in parameters)
 
     def error_rank(self, averaging: Averaging) -> tuple[int, int]:
-        """Return this rank's number among the ranks that lose of the same elements, and how many.
+        """Return this rank's number among those that compress the same elements, and their count.
 
         With PowerSGD these are all ranks.
         """

@@ -64,7 +64,7 @@ def averaging_of(mesh: Mesh, sharding: Sharding, wire_dtype: torch.dtype | None)
     return Averaging(shard=ALONE, replica=mesh.averaging, wire_dtype=wire_dtype)
 
 
-MEAN = "mean"  # stands for a rank's number in names of what compressing the mean has lost
+MEAN = "mean"  # in place of a rank's number, for what compressing the mean has lost
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 FIRST_BUCKET_BYTES = 2**20  # small, as DDP's, so that messages start early in the backward
 
@@ -302,7 +302,7 @@ class Bucket:
             yield MEAN, mean, first + number * mean.numel()
 
     def allocate_lost(self) -> int:
-        """Allocate `feedback` before the first step; return how many ranks have their own."""
+        """Allocate `feedback` before the first step; return the number of ranks that have one."""
         if self.compressor is None:
             return 0
         first = self.parameters[0]

@@ -268,7 +268,7 @@ def _by_recipe(module: nn.Module, recipe: str) -> nn.Module:
 
 
 def _has_mxfp8() -> bool:
-    """Whether torchao has kernels for the GPU: B200, B300, and those beside a Grace CPU."""
+    """Whether torchao has kernels for the GPU: B200, B300, GB200 and GB300."""
     return not torch.version.hip and torch.cuda.get_device_capability()[0] == 10
 
 

@@ -118,7 +118,7 @@ def adamw(
     """Build AdamW with weight decay for matrices, but not for norms and biases.
 
     A shard has as many dims as its parameter, so the groups are the same on all ranks. Later,
-    `build_optimizer` may put pieces of the parameters into the groups, in their places.
+    `build_optimizer` may put pieces of parameters into the groups in place of the parameters.
     """
     every = list(parameters)
     matrices: dict[str, Any] = {"params": [one for one in every if one.dim() >= 2]}

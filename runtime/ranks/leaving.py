@@ -240,7 +240,7 @@ def _room() -> Room | None:
 
 
 def _has_first_ranks_store() -> bool:
-    """Whether another launcher than torchrun started the ranks, which share rank 0's store."""
+    """Whether the ranks share a store of rank 0, as under every launcher but torchrun."""
     try:
         own = own_place()
     except UnknownPlaceError:

@@ -303,7 +303,7 @@ _OF_A_FILE = re.compile(r"\.[A-Za-z]\w*")
 def is_named_as_file(text: str, *, except_ending: str = "") -> bool:
     """Whether a path seems to name a file: w.bin does; llama-3.1 and w.bin/ do not.
 
-    An existing folder is a folder whatever its name is. `except_ending` is an ending to ignore.
+    An existing folder never does. `except_ending` is an ending that does not make a path a file.
     """
     with suppress(OSError):  # the name is too long
         if text.endswith("/") or ("://" not in text and Path(text).is_dir()):

@@ -197,7 +197,7 @@ _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def _let_segments_grow() -> None:
-    """Let CUDA's allocator grow its segments, unless it has the user's own settings.
+    """Let CUDA's allocator grow its segments, unless the user has set up the allocator.
 
     Freed memory then serves tensors of other sizes: on a device that a plan nearly fills, there is
     no room for fragments.

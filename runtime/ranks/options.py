@@ -65,7 +65,7 @@ class Real:
 def times(text: str) -> Fraction:
     """Parse a number of epochs; 0.1 is exactly a tenth.
 
-    Bounds are checked first: a fraction of 1e999999999 would have as many digits.
+    Bounds are checked first, because the fraction 1e999999999 would have as many digits.
     """
     Real(_LEAST_EPOCHS, MOST_EPOCHS)(text)
     return Fraction(text)

@@ -156,7 +156,7 @@ _RANDOM_INTEGERS = frozenset({torch.randint, torch.randint_like, Tensor.random_}
 
 
 class NoRandomness(TorchFunctionMode):
-    """A mode that makes the code inside a region without randomness."""
+    """A mode in which code applies no dropout and draws no random numbers."""
 
     def __torch_function__(
         self,

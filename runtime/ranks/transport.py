@@ -223,7 +223,7 @@ class HostLink:
 
 
 class HostPart:
-    """A rank's part of a bucket's gradients, summed in the host's memory over all backwards."""
+    """A rank's part of a bucket's gradients, summed on the host over a step's backwards."""
 
     def __init__(self, link: HostLink, elements: int, dtype: torch.dtype) -> None:
         self.memory = link.empty(elements, dtype)

@@ -28,8 +28,8 @@ from autopar.runtime.ranks.transport import HostLink
 from autopar.runtime.recompute.running_again import Forward, wrap_forward
 
 _LEAST_BYTES = 1024  # starting a copy takes longer than sending this much
-_MOST_PARTS = 8  # a smaller part of a tensor stays: the rest would be copied with it
-_MOST_LAYERS = 2  # save one tensor: a layer that makes it, and the next one, which reads it
+_MOST_PARTS = 8  # a view of less than an eighth of a tensor stays: the whole would be copied
+_MOST_LAYERS = 2  # may save one tensor: the layer that makes it, and the next, which reads it
 
 
 def save_on_host(layers: Sequence[nn.Module], device: torch.device) -> None:

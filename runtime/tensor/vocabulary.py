@@ -223,7 +223,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _statistics(logits: Tensor, local: Tensor, is_here: Tensor) -> Tensor:
-    """Return four numbers per target, from this rank's logits, which the other ranks need.
+    """Return, per target, the four numbers that other ranks need of this rank's logits.
 
     They are the highest logit, Σ exp(logit − highest), the target's logit (0 if another rank holds
     it) and Σ logits. 16-bit logits are summed in fp32.

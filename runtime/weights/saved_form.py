@@ -168,7 +168,7 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Ite
 
 
 class UnsavableError(Exception):
-    """A `save_pretrained` cannot run on meta tensors; the text says why."""
+    """A run on meta tensors does not show what `save_pretrained` writes; the text says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

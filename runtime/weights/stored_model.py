@@ -298,7 +298,7 @@ class StoredModel:
     """
 
     stored: Mapping[str, Any]  # the open file of each tensor
-    saved_form: Callable[[], SavedForm | None]  # traces `save_pretrained`; None if it cannot
+    saved_form: Callable[[], SavedForm | None]  # None if there is none, or none that is traced
     is_folder: bool
 
     def source(self, names: Sequence[str]) -> Any:
