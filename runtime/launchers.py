@@ -214,7 +214,7 @@ def _number(name: str, variables: Mapping[str, str], *, default: int) -> int:
         return default
     if not (text.isascii() and text.isdecimal() and len(text) < 10):
         raise UnknownPlaceError(
-            f"the environment variable {name} is {text!r}, and no whole number",
+            f"the environment variable {name} is {text!r}, which is no whole number",
             fix="torchrun, srun or mpirun sets it; without them, leave it unset",
         )
     return int(text)
@@ -230,7 +230,7 @@ def _tasks(name: str, variables: Mapping[str, str]) -> list[int]:
         match = _TASKS.fullmatch(part)
         if match is None:
             raise UnknownPlaceError(
-                f"the environment variable {name} is {variables[name]!r}, and no list of tasks",
+                f"the environment variable {name} is {variables[name]!r}, which lists no tasks",
                 fix="srun sets it; without srun, leave it unset",
             )
         found += [int(match[1])] * int(match[2] or 1)

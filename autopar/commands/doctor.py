@@ -127,7 +127,7 @@ def _advice(number: tuple[int, ...]) -> str:
     if number < LEAST_TORCH:
         return f"pip install 'torch>={least}'"
     if number < PIPELINED_TORCH:
-        return f"pipelines want {pipelined} or later; everything else works with this one"
+        return f"pipelines need {pipelined} or later; everything else works with this one"
     if number > TRIED_TORCH:
         return f"newer than {tried}, the last that autopar was tried with: verify scripts first"
     return ""

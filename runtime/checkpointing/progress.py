@@ -67,10 +67,10 @@ def broken_in_words(ranks: Sequence[Broken]) -> str:
     for rank, one in enumerate(ranks):
         if one.count:
             return (
-                f"{one.count} of {one.every} parameters of rank {rank} are no numbers, "
+                f"{one.count} of {one.every} parameters of rank {rank} are nan or infinite, "
                 f"such as {one.first}"
             )
-    return "all parameters are numbers"
+    return "all parameters are finite"
 
 
 # a rank is slow if it takes longer than the median of the others: by this share of the median for

@@ -262,7 +262,5 @@ def _put_in_place(fresh: Location, place: Location, manifest: Manifest) -> None:
     for name, written in manifest.files.items():
         file = fresh / name
         if not file.exists() or size_of(file) != written.size_bytes:
-            raise OSError(
-                0, "what other nodes wrote is not seen here, so it is no shared folder", name
-            )
+            raise OSError(0, "what other nodes wrote is not there: the folder is not shared", name)
     give_place(fresh, place, to_text(manifest))

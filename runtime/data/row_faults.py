@@ -60,7 +60,7 @@ def fault_of_row(
             own = RowColumn(found.dtype, tuple(found.shape))
             return Fault(
                 f"{key!r} is {own} in {name}, and the plan was made for {planned}",
-                f"let both be alike: change {maker}, or example_batch and plan again",
+                f"make them agree: change {maker}, or change example_batch and plan again",
             )
     return None
 
@@ -112,7 +112,7 @@ def fault_of_dataset(dataset: Any, maker: str) -> Fault | None:
         )
     if isinstance(dataset, Mapping) or not (is_stream(dataset) or hasattr(dataset, "__getitem__")):
         return Fault(
-            f"{name} gives no row for a number", "give it __getitem__, or return one of its parts"
+            f"{name} gives no row for an index", "give it __getitem__, or return one of its parts"
         )
     if is_stream(dataset):
         return None

@@ -156,9 +156,9 @@ def _compare(script: float, plain: float, dtype: torch.dtype) -> None:
     if abs(script - plain) <= allowed or (script != script and plain != plain):
         return
     refuse(
-        f"the loss of the first microbatch is {script:.8g} here, and {plain:.8g} in plain PyTorch, "
-        f"with the model as the model file makes it: {str(dtype).removeprefix('torch.')} allows a "
-        f"difference of {allowed:.1g}",
+        f"the loss of the first microbatch is {script:.8g} here, and {plain:.8g} in plain PyTorch "
+        f"with the unchanged model: {str(dtype).removeprefix('torch.')} allows a difference of "
+        f"{allowed:.1g}",
         fix="autopar verify, with the folder of the plan, tells what differs; "
         "--no-check-first-step trains on",
     )

@@ -166,8 +166,8 @@ def fault_of_metrics(found: object, *, like: Iterable[str] = ()) -> tuple[str, s
     for name, value in found.items():
         if not value.ndim:
             return (
-                f"{name!r} of metrics() is a single number, and no mean over all rows follows from "
-                "those of batches",
+                f"{name!r} of metrics() is a single number, so the mean over all rows cannot be "
+                "computed from those of batches",
                 "leave out .mean() or .sum(): let it have a number for each row or each target",
             )
     names = list(like)

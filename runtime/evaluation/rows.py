@@ -164,7 +164,7 @@ def _built(new_dataset: Callable[[], Any]) -> Any:
 
 def _tell_dropped(rows: int, dealer: Dealer, mesh: Mesh) -> None:
     """Print how many rows are dropped; exit if none would be left."""
-    met = f"whose rows meet in batches of {dealer.block}"
+    met = f"whose rows depend on each other in batches of {dealer.block}"
     if rows < dealer.block:
         refuse(
             f"{MAKER}() has {rows} rows, and is for a model {met}",

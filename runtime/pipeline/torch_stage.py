@@ -41,7 +41,7 @@ def refuse_earlier_torch() -> None:
     if found < PIPELINED_TORCH:
         least = ".".join(map(str, PIPELINED_TORCH))
         refuse(
-            f"pipelines want torch {least} or later; this is {torch.__version__}",
+            f"pipelines need torch {least} or later; this is {torch.__version__}",
             fix=f"pip install 'torch>={least}', or plan with --max-pp 1",
         )
 

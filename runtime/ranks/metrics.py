@@ -262,7 +262,7 @@ class Metrics:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(line + "\n")
         except OSError as error:
-            say(f"note: {self._path} has not got this line: {error.strerror}")
+            say(f"note: a line could not be added to {self._path}: {error.strerror}")
 
 
 def is_metrics_line(line: str | bytes) -> bool:

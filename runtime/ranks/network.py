@@ -52,7 +52,7 @@ def store_of(own: ProcessPlace, timeout: timedelta) -> Store:
         refuse(
             f"the {own.world_size} ranks have not all met at {own.address}:{own.port} in "
             f"{timeout.total_seconds():,.0f} s",
-            fix="look whether all nodes are up and reach that address, which MASTER_ADDR and "
+            fix="check that all nodes are up and reach that address, which MASTER_ADDR and "
             "MASTER_PORT name; --timeout SECONDS allows for a longer start",
         )
 

@@ -141,7 +141,7 @@ def verdict_of(error: BaseException) -> ExitReason:
     maybe = "this may be a fault of autopar's: " if is_ours else ""
     place = failing_at(first) or f"{maybe}{_place(first)}"
     return ExitReason(
-        FAILED, found, f"look at {place}; {SHOWS_TRACEBACK}=1 shows how it came there"
+        FAILED, found, f"look at {place}; {SHOWS_TRACEBACK}=1 shows the whole traceback"
     )
 
 
@@ -288,6 +288,6 @@ def note_device(planned: str, mesh: Mesh) -> None:
     is_elsewhere = not planned.startswith("cpu") and mesh.device.type == "cpu"
     if is_elsewhere and mesh.rank == 0 and not mesh.is_dry_run:
         say(
-            f"note: the plan is for {planned}, and this is a CPU: its losses are those of the "
-            "plan, its times and memory are not"
+            f"note: the plan is for {planned}, and this is a CPU: losses will be as there, times "
+            "and memory will not"
         )

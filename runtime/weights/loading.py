@@ -81,7 +81,7 @@ def load_safetensors(
                     continue
                 refuse(
                     f"weights of {folder} do not fit: {error}",
-                    fix="give those of a model of these sizes, or plan with theirs (--arg …); "
+                    fix="give weights of a model of these sizes, or plan for theirs (--arg …); "
                     f"{_allowing(one.name)}",
                 )
     return left
@@ -264,7 +264,7 @@ def _differ(numbers: list[int], axis: Axis, device: torch.device) -> list[int]:
 
 def _refuse(found: str) -> None:
     refuse(
-        f"build_model makes other weights in each process: {found}",
+        f"build_model makes different weights in each process: {found}",
         fix="seed what it draws from (numpy.random.default_rng(0)), and let no order depend on the "
         "process: sorted(…) around a set; all processes must read the same files",
     )

@@ -192,10 +192,7 @@ def test_too_few_rows_for_a_model_whose_rows_meet_are_told(tmp_path: Path) -> No
     path = evaluated_small(tmp_path, PAIRS, of="(lambda rows: rows[:5])")
     plan = small_plan(path, data=1, microbatch=8)
     (said,) = run_on_ranks(run_refused, 1, str(write_script(plan, tmp_path)))
-    assert (
-        "build_eval_dataset() has 5 rows, and is for a model whose rows meet in batches of 8"
-        in said
-    )
+    assert "has 5 rows, and is for a model whose rows depend on each other in batches of 8" in said
 
 
 def test_a_script_says_which_printed_code_evaluates_as_it_trains(tmp_path: Path) -> None:

@@ -118,10 +118,10 @@ def test_the_first_host_of_a_list_is_found(hosts: str, first: str) -> None:
 @pytest.mark.parametrize(
     ("variables", "told"),
     [
-        ({"RANK": "two", "WORLD_SIZE": "4"}, "RANK is 'two', and no whole number"),
+        ({"RANK": "two", "WORLD_SIZE": "4"}, "RANK is 'two', which is no whole number"),
         ({"RANK": "4", "WORLD_SIZE": "4"}, "RANK is 4, and WORLD_SIZE is 4"),
         ({"RANK": "0", "WORLD_SIZE": "²"}, "no whole number"),
-        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "3(y2)"}, "no list of tasks"),
+        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "3(y2)"}, "which lists no tasks"),
         (SLURM | {"SLURM_PROCID": ""}, "SLURM_PROCID is ''"),
         ({"PMIX_RANK": "1"}, "no variable says how many ranks"),
     ],

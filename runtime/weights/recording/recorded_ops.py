@@ -296,7 +296,7 @@ def _copied(constant: Tensor) -> torch.UntypedStorage:
 def _laid_out_as(value: Value, tensor: Tensor) -> Tensor:
     """Return a tensor with the recorded strides: the tensor, or a copy if its strides differ."""
     if tuple(tensor.shape) != value.size or tensor.dtype is not value.dtype:
-        raise UnrecordableError("an op makes another tensor than the meta device says")
+        raise UnrecordableError("an op's result has another shape or dtype than on meta")
     if tensor.stride() == value.stride and tensor.storage_offset() == value.offset:
         return tensor
     fresh = torch.empty_strided(value.size, value.stride, dtype=value.dtype)

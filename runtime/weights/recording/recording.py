@@ -150,7 +150,7 @@ class ConstructorRecording:
     def _replayed(self, values: list[Value]) -> list[Tensor]:
         self._ops_replayed += len(self.history.ops_for(values))
         if self._ops_replayed > MOST_REPLAYED + MOST_REPLAYED_EACH * len(self.history.ops):
-            raise UnrecordableError("numbers are read again and again, each time from the start")
+            raise UnrecordableError("values are read too often: each read computes them anew")
         return self.history.replay(values)
 
     def lend(self, tensor: Tensor, shown: Any) -> Any:

@@ -58,7 +58,7 @@ MODEL_FILES = {
             ),
             ("def row(n): return [{}][n]['x']", "reading row 0 of build_dataset() failed: KeyErr"),
             ("def row(n): raise SystemExit(0)", "reading row 0 of build_dataset() ended the proc"),
-            ("def build_dataset(): return 5", "the dataset (int) gives no row for a number"),
+            ("def build_dataset(): return 5", "the dataset (int) gives no row for an index"),
             (
                 "def build_collate(): return lambda rows: rows['x']",
                 "calling the function that build_collate() returned failed: TypeError",

@@ -282,7 +282,7 @@ OTHERS = {
     "a million GPUs": Case(command="run . --gpus 1000000", message="'1000000' is not a count"),
     "weights of nan": _script(
         "--weights nan.safetensors --allow-missing *",
-        "1 of 8 parameters of rank 0 are no numbers, such as embed.weight before the first step",
+        "1 of 8 parameters of rank 0 are nan or infinite, such as embed.weight before the first",
         code=6,
         files={"nan.safetensors": NAN},
     ),

@@ -53,7 +53,7 @@ def _of_files() -> dict[str, OnRanks]:
             ("import", "ModuleNotFoundError: No module named 'no_such_package'", 7),
             ("build_model", "ValueError: no model", 7),
             ("build_dataset", "build_dataset() of the model file fails: OSError: no disk", 6),
-            ("no dataset", "the dataset (NoneType) gives no row for a number", 6),
+            ("no dataset", "the dataset (NoneType) gives no row for an index", 6),
             (
                 "length -3",
                 "the length of the dataset (Rows) is invalid: __len__() should return",

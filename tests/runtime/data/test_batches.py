@@ -344,7 +344,7 @@ def test_what_a_model_writes_into_a_batch_stays_in_it() -> None:
         (Stream(0), "the dataset (Stream) is empty"),
         (OneTime(), "the dataset (OneTime) has no rows the second time it is read"),
         (DataLoader(Numbers(4)), "the dataset (DataLoader) is a loader"),
-        ({"train": Numbers(4)}, "the dataset (dict) gives no row for a number"),
+        ({"train": Numbers(4)}, "the dataset (dict) gives no row for an index"),
     ],
 )
 def test_a_dataset_that_makes_no_batches_is_refused(dataset: Any, telling: str) -> None:

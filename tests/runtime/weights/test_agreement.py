@@ -80,7 +80,7 @@ def _told(factory: Callable[[], nn.Module]) -> str:
 @pytest.mark.filterwarnings("ignore:the model is built in full")
 def test_weights_that_each_process_makes_otherwise_are_refused(found: str) -> None:
     told = "".join(run_on_ranks(_told, 2, OTHERS[found]))
-    assert f"build_model makes other weights in each process: {found}" in told
+    assert f"build_model makes different weights in each process: {found}" in told
     assert "fix: seed what it draws from" in told
 
 

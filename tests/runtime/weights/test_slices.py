@@ -121,6 +121,6 @@ def test_numbers_that_are_read_again_and_again_are_those_of_a_model_built_in_ful
             model.weight.data += 1
         return model
 
-    with pytest.warns(UserWarning, match="numbers are read again and again"):
+    with pytest.warns(UserWarning, match="values are read too often"):
         _, recipe = record(build, seed=0)
     assert recipe.make("weight").tolist() == [[2500.0, 2500.0], [2500.0, 2500.0]]
