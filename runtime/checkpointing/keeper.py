@@ -89,7 +89,7 @@ class Keeper:
         self._optimizer: Optimizer | None = None
         self._recipe: Recipe | None = None
         self._rate: Any = None
-        self._wish, self._stops, self._is_due = StopSignals(mesh), False, False
+        self._signals, self._stops, self._is_due = StopSignals(mesh), False, False
         self._agreed, self._garbage = Agreed(mesh), Garbage()
         self._saving, self._begun_at = CheckpointSaving(mesh), time.perf_counter()
         self._watch = Watch(mesh, options.timeout)
@@ -125,7 +125,7 @@ class Keeper:
         self._refuse_no_numbers()
         self._metrics.add(event=Event.STARTED, step=self.step, steps=self.steps)
         if self._folder is not None:
-            self._wish.listen()
+            self._signals.listen()
         self._watch.begin(self.step, self._note_stop)
         self._profile.begin(self.step + 1, parts)
         self._garbage.begin(self.step)
@@ -176,7 +176,7 @@ class Keeper:
         if self._folder is None:
             return
         is_last = step == self._last_step
-        answer = self._wish.ask(
+        answer = self._signals.ask(
             step, is_writing=self._saving.is_writing, is_due=self._are_minutes_over()
         )
         is_alike = is_last or self._mesh.is_alike(step)  # otherwise requests wait
@@ -201,7 +201,7 @@ class Keeper:
         """Write the trained weights of the whole model."""
         self._watch.end()
         self._garbage.end()
-        self._wish.restore_handlers()
+        self._signals.restore_handlers()
         assert self._optimizer is not None
         assert self._recipe is not None
         if self._exporting is not None and (broken := self._broken()) is not None:
@@ -370,7 +370,7 @@ class Keeper:
         """Exit on all ranks after a signal."""
         self._watch.end()
         self._garbage.end()
-        self._wish.ignore()
+        self._signals.ignore()
         if is_kept:
             self._metrics.add(event=Event.PREEMPTED, step=step)
         self._give_back()

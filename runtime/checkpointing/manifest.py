@@ -252,7 +252,7 @@ def manifest_faults(manifest: Manifest) -> Iterator[str]:
         yield "files: their names are not those of ranks 0, 1, 2 …"
     if manifest.moment.updates > manifest.moment.step:
         yield "moment.updates: there are more than steps"
-    yield from _of_tensors(manifest)
+    yield from _tensor_faults(manifest)
     for key, scalar in manifest.scalars.items():
         if not key.startswith(STATE) or not _is_valid(scalar):
             yield f"scalars.{in_a_line(key)}: it is no number that an optimizer keeps"
@@ -271,14 +271,14 @@ def _is_valid(scalar: Scalar) -> bool:
     return scalar.dtype is None or (isinstance(kind, torch.dtype) and value is not None)
 
 
-def _of_tensors(manifest: Manifest) -> Iterator[str]:
+def _tensor_faults(manifest: Manifest) -> Iterator[str]:
     sizes: defaultdict[str, int] = defaultdict(int)
     pairs = _Pairs()
     for key, one in manifest.tensors.items():
         where = f"tensors.{in_a_line(key)}"
         if not key.startswith((WEIGHT, STATE, LOST, BASIS)):
             yield f"{where}: neither a weight nor a state"
-        fault = _of_shards(one, manifest) or _of_cover(one, pairs)
+        fault = _shard_fault(one, manifest) or _cover_fault(one, pairs)
         if fault:
             yield f"{where}: {fault}"
             return  # the sizes of shards are not known if a shape is wrong
@@ -289,7 +289,7 @@ def _of_tensors(manifest: Manifest) -> Iterator[str]:
             yield f"tensors: the shards in {name} have more bytes than that file"
 
 
-def _of_shards(one: Logical, manifest: Manifest) -> str:
+def _shard_fault(one: Logical, manifest: Manifest) -> str:
     """Return the fault of one shard, or an empty string."""
     for shard in one.shards:
         if shard.file not in manifest.files:
@@ -317,7 +317,7 @@ class _Pairs:
         self.left = _MOST_PAIRS
 
 
-def _of_cover(one: Logical, pairs: _Pairs) -> str:
+def _cover_fault(one: Logical, pairs: _Pairs) -> str:
     """Return a fault if the shards of a tensor overlap or leave a gap, or an empty string."""
     held = sum(shard.chunks.elements for shard in one.shards)
     needed = math.prod(one.shape)

@@ -117,11 +117,11 @@ def targets(parts: Iterable[nn.Module], optimizer: Optimizer) -> Iterator[Steppe
 def local_parts(parts: Sequence[nn.Module], optimizer: Optimizer) -> list[LocalPart]:
     """Return the parts on this rank of all logical tensors of a training."""
     weights = [replace(one, key=WEIGHT + one.key) for one in local_weights(parts, optimizer)]
-    states = [one for target in targets(parts, optimizer) for one in _of(target, optimizer)]
+    states = [one for target in targets(parts, optimizer) for one in _states_of(target, optimizer)]
     return weights + states + list(lost_held(parts))
 
 
-def _of(target: SteppedTensor, optimizer: Optimizer) -> Iterator[LocalPart]:
+def _states_of(target: SteppedTensor, optimizer: Optimizer) -> Iterator[LocalPart]:
     for key, value in _state(target, optimizer).items():
         name = f"{STATE}{key}/{target.name}"
         if is_scalar(value, target):

@@ -122,7 +122,7 @@ def check_first_step(
     rest = gathered_rows({key: batch[key] for key in own}, (), rows_over, rows=rows)
     found = _PlainLoss()
     if mesh.rank == 0:
-        found = _found(reference, {**batch, **rest}, options, mesh)
+        found = _plain_loss(reference, {**batch, **rest}, options, mesh)
         torch.cuda.empty_cache()
     # in a pipeline, the last stage has the loss
     is_counted = mesh.data.rank == mesh.tensor.rank == 0
@@ -164,7 +164,7 @@ def _compare(script: float, plain: float, dtype: torch.dtype) -> None:
     )
 
 
-def _found(reference: PlainModel, batch: Batch, options: Namespace, mesh: Mesh) -> _PlainLoss:
+def _plain_loss(reference: PlainModel, batch: Batch, options: Namespace, mesh: Mesh) -> _PlainLoss:
     """Compute a loss in plain PyTorch; a failure here is not an error of the script."""
     begun = time.perf_counter()
     try:

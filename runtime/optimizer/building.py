@@ -206,7 +206,7 @@ def _use_pieces(
     if shards_states:
         _step_shards(optimizer, trainable, _flat_shards(model_parts, mesh.device))
     else:
-        _exchange(optimizer, trainable, local_pieces(trainable, masters))
+        _step_pieces(optimizer, trainable, local_pieces(trainable, masters))
         if compute_scales := float8_gathers(model_parts, mesh.shard):
             spread_after_steps(optimizer, compute_scales)
 
@@ -253,7 +253,7 @@ def _step_shards(
     optimizer: Optimizer, trainable: list[nn.Parameter], shards: tuple[FlatShard, ...]
 ) -> None:
     """Make the optimizer step this rank's parts, and fetch and all-gather them after each step."""
-    _exchange(optimizer, trainable, [piece for shard in shards for piece in shard.pieces])
+    _step_pieces(optimizer, trainable, [piece for shard in shards for piece in shard.pieces])
     zero_grad = optimizer.zero_grad
 
     def forget_and_zero(set_to_none: bool = True) -> None:
@@ -300,7 +300,7 @@ def _prefer_fused(optimizer: Optimizer) -> None:
             group["fused"] = True
 
 
-def _exchange(
+def _step_pieces(
     optimizer: Optimizer, parameters: Iterable[nn.Parameter], pieces: Sequence[ParameterPiece]
 ) -> None:
     """Replace parameters by pieces in the optimizer, and keep the two in sync."""

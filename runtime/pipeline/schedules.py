@@ -120,10 +120,10 @@ class _MicrobatchesUnderWay:
             stage, place = own[one.stage], (one.stage, one.microbatch)
             if one.kind is ForwardKind.RECEIVE:
                 tensors = stage.arriving(self.batches[one.microbatch])
-                self.coming[place] = _moved(dist.irecv, tensors, stage, -1)
+                self.coming[place] = _started(dist.irecv, tensors, stage, -1)
             elif one.kind is ForwardKind.SEND:
                 tensors = [tensor.contiguous() for tensor in self.made.pop(place)]
-                self._sent(_moved(dist.isend, tensors, stage, 1))
+                self._sent(_started(dist.isend, tensors, stage, 1))
             else:
                 self.made[place] = stage.evaluate(self.batches[one.microbatch], self._given(place))
                 if stage.is_last:
@@ -147,7 +147,7 @@ class _MicrobatchesUnderWay:
             self.sent.pop(0).waited()
 
 
-def _moved(function: Any, tensors: Sequence[Tensor], stage: Stage, offset: int) -> _Message:
+def _started(function: Any, tensors: Sequence[Tensor], stage: Stage, offset: int) -> _Message:
     """Start sending tensors to the rank of another stage, or receiving from it."""
     rank = stage.stage_index_to_group_rank[stage.stage_index + offset]
     assert stage.group is not None

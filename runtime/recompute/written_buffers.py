@@ -36,7 +36,7 @@ class WrittenBuffers:
     @contextmanager
     def _first(self, before: Kept) -> Iterator[None]:
         places = _buffers(self._module) if self._written is None else self._written
-        found = [_of(place) for place in places]
+        found = [_buffer_at(place) for place in places]
         versions = [buffer._version for buffer in found]
         before.update(zip(places, _copies(found), strict=True))
         yield
@@ -52,7 +52,7 @@ class WrittenBuffers:
     @contextmanager
     def _again(self, before: Kept) -> Iterator[None]:
         places = self._written or []
-        now = [_of(place) for place in places]
+        now = [_buffer_at(place) for place in places]
         for module, name in places:
             module._buffers[name] = before[module, name]
         try:
@@ -76,7 +76,7 @@ def update_once(module: nn.Module, names: Collection[str], *, microbatches: int)
         if not module.training or not torch.is_grad_enabled():  # an evaluation is not a step
             return
         if runs % microbatches == 0:
-            begun.update((place, _of(place)) for place in _buffers(module, names))
+            begun.update((place, _buffer_at(place)) for place in _buffers(module, names))
         for (owner, name), fresh in zip(begun, _copies(begun.values()), strict=True):
             owner._buffers[name] = fresh
         runs += 1
@@ -88,7 +88,7 @@ def update_once(module: nn.Module, names: Collection[str], *, microbatches: int)
 def kept_buffers(module: nn.Module) -> Iterator[None]:
     """Give a module copies of its buffers inside, and the original buffers back afterwards."""
     places = _buffers(module)
-    found = [_of(place) for place in places]
+    found = [_buffer_at(place) for place in places]
     for (owner, name), fresh in zip(places, _copies(found), strict=True):
         owner._buffers[name] = fresh
     try:
@@ -112,8 +112,8 @@ def _is_written(place: BufferPlace, before: Tensor, version: int) -> bool:
     """
     return (
         isinstance(place[0], _NormBase)
-        or _of(place) is not before
-        or _of(place)._version != version
+        or _buffer_at(place) is not before
+        or _buffer_at(place)._version != version
     )
 
 
@@ -128,7 +128,7 @@ def _buffers(module: nn.Module, names: Collection[str] | None = None) -> list[Bu
     ]
 
 
-def _of(place: BufferPlace) -> Tensor:
+def _buffer_at(place: BufferPlace) -> Tensor:
     module, name = place
     buffer = module._buffers[name]
     assert buffer is not None

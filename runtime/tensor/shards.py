@@ -351,12 +351,12 @@ def starts_on_host(tensor: Tensor) -> bool:
 
 def put(group: list[TensorPlace], tensor: Tensor, chunks: Chunks) -> None:
     """Put a part in all places of the tensor that it replaces, and record its chunks."""
-    hang(group, tensor)
+    put_everywhere(group, tensor)
     for place in group:
         record_chunks(place.module, place.attribute, chunks)
 
 
-def hang(group: list[TensorPlace], tensor: Tensor) -> None:
+def put_everywhere(group: list[TensorPlace], tensor: Tensor) -> None:
     """Put new contents in all places of a tensor.
 
     A parameter or a meta tensor stays the same object. For any other buffer, the modules get a new

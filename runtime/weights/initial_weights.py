@@ -27,10 +27,10 @@ from autopar.runtime.tensor.shards import (
     TensorPlace,
     check_names,
     group_aliases,
-    hang,
     has_plain_memory,
     made_like,
     places,
+    put_everywhere,
     put_into,
     starts_on_host,
 )
@@ -93,7 +93,7 @@ def move_to_meta(found: Collection[TensorPlace], on_meta: Callable[[Tensor], Ten
     """Replace real tensors by meta tensors."""
     for group in group_aliases(found):
         if group[0].tensor.device != META:
-            hang(group, on_meta(group[0].tensor.detach()))
+            put_everywhere(group, on_meta(group[0].tensor.detach()))
 
 
 def meta_model(
@@ -170,7 +170,8 @@ class Recipe:
                 shape, source = self.whole_tensor(group[0])
                 fill(group, source, splits, axis, shape=shape, device=device, dtype=dtype)
             elif group[0].tensor.device.type != device.type and not starts_on_host(group[0].tensor):
-                hang(group, group[0].tensor.to(device))  # sparse or quantised, so never cut
+                # sparse or quantised, so never cut
+                put_everywhere(group, group[0].tensor.to(device))
         move_plain_tensors(model, device)
 
     def make(self, name: str) -> Tensor:

@@ -81,7 +81,7 @@ def test_a_training_on_a_full_disk_goes_on_and_keeps_again_once_there_is_room(
     remove_old_checkpoints(disk / "kept", 1, None)
     keeper.after(6)
     keeper._finish()
-    keeper._wish.restore_handlers()
+    keeper._signals.restore_handlers()
     assert "kept step 6" in capsys.readouterr().err
     assert verify_checkpoint(disk / "kept" / "step-6").moment.step == 6
 

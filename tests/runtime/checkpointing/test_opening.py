@@ -65,7 +65,7 @@ def test_a_training_whose_folder_was_taken_ends(
     keeper._claim._lost.set()
     with pytest.raises(SystemExit) as left:
         keeper.after(10)
-    keeper._wish.restore_handlers()
+    keeper._signals.restore_handlers()
     assert left.value.code == 7
     assert f"another training has taken {tmp_path}" in capsys.readouterr().err
     assert claim(tmp_path) is not None

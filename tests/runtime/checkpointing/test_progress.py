@@ -295,7 +295,7 @@ def test_no_checkpoint_and_no_export_is_written_of_broken_weights(
     else:
         keeper.after(20)
         keeper.export()
-    keeper._wish.restore_handlers()
+    keeper._signals.restore_handlers()
     told = "1 of 2 parameters of rank 0 are nan or infinite, such as weight"
     assert told in capsys.readouterr().err
     assert [one.name for one in checkpoints_in(folder)] == ["step-10"]

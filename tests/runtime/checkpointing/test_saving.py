@@ -83,19 +83,19 @@ def test_a_checkpoint_is_written_when_the_minutes_are_over(tmp_path: Path, mesh:
     keeper.restore([model], optimizer, Recipe(shapes={}, source=no_weights, dtypes={}))
     keeper.after(1)
     keeper._begun_at -= 61
-    keeper._wish._steps_between = 1
+    keeper._signals._steps_between = 1
     keeper.after(2)
     keeper._finish()
-    keeper._wish.restore_handlers()
+    keeper._signals.restore_handlers()
     assert [one.name for one in checkpoints_in(tmp_path)] == ["step-2"]
 
 
 def _steps(keeper: Keeper, steps: range) -> None:
     for step in steps:
-        keeper._wish._steps_between = 1  # ranks ask each other after every step
+        keeper._signals._steps_between = 1  # ranks ask each other after every step
         keeper.after(step)
     keeper._finish()
-    keeper._wish.restore_handlers()
+    keeper._signals.restore_handlers()
 
 
 def _local(folder: Path, mesh: Mesh, *words: str) -> Keeper:
@@ -135,10 +135,10 @@ def test_a_signal_ends_the_training_after_the_next_outer_step(
 ) -> None:
     keeper = _local(tmp_path, mesh)
     keeper.after(1)
-    keeper._wish._asked_at = 0.0
+    keeper._signals._asked_at = 0.0
     with pytest.raises(SystemExit):
         _steps(keeper, range(2, 9))
-    keeper._wish.restore_handlers()  # a training that ends ignores signals
+    keeper._signals.restore_handlers()  # a training that ends ignores signals
     assert [one.name for one in checkpoints_in(tmp_path)] == ["step-4"]
     assert "stops after step 4, the next outer step" in capsys.readouterr().err
 
