@@ -206,6 +206,7 @@ def build_scheduler(optimizer: Optimizer, warmup: int = 10, steps: int = 1000) -
 
     def factor(step: int) -> float:
         progress = min(1.0, max(0, step - warmup) / max(1, steps - warmup))
-        return min(1.0, (step + 1) / warmup) * (0.55 + 0.45 * math.cos(math.pi * progress))
+        warm = min(1.0, (step + 1) / max(1, warmup))
+        return warm * (0.55 + 0.45 * math.cos(math.pi * progress))
 
     return LambdaLR(optimizer, factor)

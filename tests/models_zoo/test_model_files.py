@@ -120,3 +120,9 @@ def test_optimizer_and_scheduler_of_the_file_train_its_model(name: str) -> None:
         optimizer.step()
         scheduler.step()
     assert model(batch).item() < before
+
+
+def test_a_schedule_without_warm_up_begins_at_the_full_rate() -> None:
+    optimizer = load("gpt2").build_optimizer(tiny("gpt2").parameters(), learning_rate=0.5)
+    load("gpt2").build_scheduler(optimizer, warmup=0)
+    assert optimizer.param_groups[0]["lr"] == 0.5
