@@ -242,7 +242,7 @@ class Keeper:
         owned = self._agreed.owned(local_parts(parts, optimizer))
         if origin.plan == plan_digest(owned, self._mesh):
             restore_random_states(found, self._mesh)
-        else:  # the plan has changed: seed anew, otherwise than for the first steps
+        else:  # the plan has changed: seed anew, otherwise than at the start
             mesh = self._mesh
             places = (mesh.data.rank, mesh.pipeline.rank)
             torch.manual_seed(mixed_seed(self._options.seed, moment.step, *places))

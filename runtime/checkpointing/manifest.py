@@ -251,7 +251,7 @@ def manifest_faults(manifest: Manifest) -> Iterator[str]:
     if not names or sorted(manifest.files) != names:
         yield "files: their names are not those of ranks 0, 1, 2 …"
     if manifest.moment.updates > manifest.moment.step:
-        yield "moment.updates: there are more than steps"
+        yield "moment.updates: more updates than steps"
     yield from _tensor_faults(manifest)
     for key, scalar in manifest.scalars.items():
         if not key.startswith(STATE) or not _is_valid(scalar):

@@ -110,8 +110,8 @@ def unpacked(message: Tensor, dtype: torch.dtype) -> Tensor:
 class Feedback:
     """What compressing a bucket has lost so far, in the gradients' dtype; None before a first step.
 
-    `own` was lost of this rank's gradients, or of their sum over the ranks of a sharded copy.
-    `mean` was lost of the piece of the mean that this rank adds up.
+    `own` is what this rank's gradients lose, or with copies their sum over one sharded copy.
+    `mean` is what the mean loses in the piece that this rank adds up.
     """
 
     own: Tensor | None = None

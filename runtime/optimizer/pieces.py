@@ -99,7 +99,7 @@ def value_of(piece: ParameterPiece) -> Tensor:
 
 
 def spread_after_steps(optimizer: Optimizer, spread: Callable[..., None]) -> None:
-    """Register a function that copies the pieces' values to parameters; each step calls it last."""
+    """Call a function that copies the pieces' values to parameters after each step."""
     optimizer.register_step_post_hook(spread)
     optimizer.__dict__.setdefault(_SPREADING, []).append(spread)
 

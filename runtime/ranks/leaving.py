@@ -169,7 +169,7 @@ def watch_for_leaving_ranks() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """The store in which leaving ranks agree on one message and one moment.
+    """The store in which leaving ranks agree on one message and on a time to exit.
 
     Before all ranks have joined, only the ranks of one node use the same keys. Each start by
     torchrun has its own keys.

@@ -166,7 +166,7 @@ def _checkpoints() -> Iterator[tuple[str, Case]]:
         ("-3 is not 0 to 1,000,000,000", {"moment.step": -3}),
         ("is not 0 to 1,000,000,000", {"moment.step": 10**30}),
         ("checkpoint.json is of step 5", {"moment.step": 5}),
-        ("moment.updates: there are more than steps", {"moment.updates": 5}),
+        ("moment.updates: more updates than steps", {"moment.updates": 5}),
         ("moment.rows: 'many' is not a whole number", {"moment.rows": "many"}),
         ("origin: 3 is not an object", {"origin": 3}),
         ("origin.degrees: 'dp\\n2' is not a line", {"origin.degrees": "dp\n2"}),
