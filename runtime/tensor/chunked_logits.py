@@ -32,6 +32,7 @@ _ABOUT = frozenset(  # functions that ask about a tensor, not for its values
     {"__get__", "size", "dim", "numel", "stride", "is_floating_point", "is_complex"}
     | {"register_hook", "__hash__", "__len__", "element_size"}
 )
+_TENSORS = frozenset({"T", "H", "mT", "mH", "real", "imag", "data"})  # attributes that are tensors
 
 
 def chunk_logits(module: nn.Module, chunks: int) -> None:
@@ -156,7 +157,8 @@ class ChunkedLogits(Tensor):
     ) -> Any:
         """Keep logits in chunks if the function allows it, else make them."""
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-        if name in _ABOUT:
+        is_tensor = name == "__get__" and func.__self__.__name__ in _TENSORS
+        if name in _ABOUT and not is_tensor:
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         first, alone = (
             args[0] if args else None,
@@ -213,7 +215,10 @@ class ChunkedLogits(Tensor):
     def _with_rows(self, change: Change) -> ChunkedLogits | None:
         """Return these logits after a change that moves rows; None if it moves classes, too."""
         classes = self.shape[-1]
-        spread = change(self.rows.unsqueeze(-1).expand(*self.rows.shape, classes))
+        try:
+            spread = change(self.rows.unsqueeze(-1).expand(*self.rows.shape, classes))
+        except RuntimeError:  # a view that moves classes, too
+            return None
         is_of_rows = spread.dim() > 1 and spread.shape[-1] == classes and not spread.stride(-1)
         return self._changed_to(spread[..., 0], self.numbers, change) if is_of_rows else None
 

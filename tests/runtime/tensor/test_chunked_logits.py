@@ -124,6 +124,24 @@ def test_a_loss_in_chunks_and_its_gradients_are_plain_pytorchs(
         torch.testing.assert_close(other, one, rtol=1e-12, atol=1e-13)
 
 
+OTHER_READS: dict[str, Callable[[Tensor], Tensor]] = {
+    "a flat view": lambda logits: logits.float().view(-1),
+    "a view of other classes": lambda logits: logits.view(ROWS, -1),
+    "transposed matrices": lambda logits: logits.double().mT,
+    "data": lambda logits: logits.data,
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_READS)
+def test_what_is_not_of_rows_reads_the_logits_as_an_ordinary_tensor(kind: str) -> None:
+    head, x = nn.Linear(WIDTH, CLASSES), torch.randn(ROWS, POSITIONS, WIDTH)
+    expected = OTHER_READS[kind](head(x))
+    chunk_logits(head, 4)
+    found = OTHER_READS[kind](head(x))
+    assert type(found) is Tensor
+    torch.testing.assert_close(found, expected)
+
+
 def _without_ignored(loss_of: Loss, logits: Tensor, labels: Tensor) -> Tensor:
     return loss_of(logits, labels.clamp(min=0))
 
