@@ -133,13 +133,20 @@ def _generators() -> list[torch.Generator]:
 
 Run: TypeAlias = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
-_MHA_DROPOUT = 10  # the index of dropout_p in F.multi_head_attention_forward
 _DRAWN = 0.5  # returned in place of every random number
 _GOLDEN = (5**0.5 - 1) / 2  # the fractional parts of its multiples are evenly distributed
 _DRAWING = frozenset(
     {
         torch.rand, torch.randn, torch.rand_like, torch.randn_like, torch.normal,
         Tensor.uniform_, Tensor.normal_, Tensor.exponential_, Tensor.log_normal_, Tensor.cauchy_,
+        torch._standard_gamma,
+    }
+)  # fmt: skip
+# functions that count random events; each returns 1
+_COUNTING = frozenset(
+    {
+        torch.bernoulli, Tensor.bernoulli, Tensor.bernoulli_, Tensor.geometric_, torch.binomial,
+        torch.poisson,
     }
 )  # fmt: skip
 _DROPOUTS = frozenset(
@@ -150,7 +157,13 @@ _DROPOUTS = frozenset(
         torch.feature_alpha_dropout, torch.feature_alpha_dropout_,
     }
 )  # fmt: skip
+_RANDOM_SLOPES = frozenset({functional.rrelu, torch.rrelu, torch.rrelu_})
 _RECURRENT = frozenset({torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu})
+# the index of `dropout_p` among positional arguments
+_DROPOUT_PLACES = {
+    functional.scaled_dot_product_attention: 4,
+    functional.multi_head_attention_forward: 10,
+}
 _CHOOSING = frozenset({torch.randperm, torch.multinomial, Tensor.multinomial})
 _RANDOM_INTEGERS = frozenset({torch.randint, torch.randint_like, Tensor.random_})
 
@@ -177,11 +190,11 @@ def undrawn(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], run: Ru
         return args[0] if args else kwargs["input"]
     if func is functional.gumbel_softmax:
         return _gumbel_softmax(*args, **kwargs)
-    if func is functional.rrelu:
+    if func in _RANDOM_SLOPES:
         args, kwargs["training"] = args[:3], False
     if func in _RECURRENT:  # their only fractional argument is the dropout probability
         args = tuple(0.0 if isinstance(one, float) else one for one in args)
-    if func in (torch.bernoulli, Tensor.bernoulli_):
+    if func in _COUNTING:
         return func(*args, **kwargs).fill_(1)
     if func in _DRAWING:
         drawn = func(*args, **kwargs).fill_(_DRAWN)
@@ -191,10 +204,11 @@ def undrawn(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], run: Ru
     if func in _CHOOSING:
         chosen = func(*args, **kwargs)
         return chosen.copy_(torch.arange(chosen.shape[-1], device=chosen.device))
-    if func is functional.scaled_dot_product_attention:
-        args, kwargs["dropout_p"] = _without_fifth(args), 0.0
-    if func is functional.multi_head_attention_forward:
-        args = (*args[:_MHA_DROPOUT], 0.0, *args[_MHA_DROPOUT + 1 :])
+    place = _DROPOUT_PLACES.get(func)
+    if place is not None and len(args) > place:
+        args = (*args[:place], 0.0, *args[place + 1 :])
+    elif place is not None:
+        kwargs["dropout_p"] = 0.0
     return run(func, args, kwargs)
 
 
@@ -228,8 +242,3 @@ def _gumbel_softmax(
         return soft
     index = soft.max(dim, keepdim=True)[1]
     return torch.zeros_like(soft).scatter_(dim, index, 1.0) - soft.detach() + soft
-
-
-def _without_fifth(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Drop a positional dropout_p, the argument after query, key, value and mask."""
-    return args[:4] if len(args) == 5 else args

@@ -1,12 +1,20 @@
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.functional import dropout
+from torch.nn.functional import dropout, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from autopar.runtime.ranks.mesh import Axis, Mesh, start
-from autopar.runtime.ranks.randomness import mixed_seed, seed_all, seeded, split_randomness
+from autopar.runtime.ranks.randomness import (
+    NoRandomness,
+    mixed_seed,
+    seed_all,
+    seeded,
+    split_randomness,
+)
 from tests.runtime.processes import run_on_ranks
 
 ONES = 64
@@ -84,6 +92,37 @@ def test_mixed_seeds_do_not_meet() -> None:
     assert len(seeds) == 900
     assert all(0 <= seed < 2**63 for seed in seeds)
     assert not dist.is_initialized()
+
+
+HALVES = torch.full((2, 3), 0.5)
+DRAWS: dict[str, Callable[[], Tensor]] = {
+    "uniform": lambda: torch.rand(2, 3),
+    "normal": lambda: torch.normal(HALVES, HALVES),
+    "bernoulli": lambda: torch.bernoulli(HALVES),
+    "bernoulli, a method": lambda: HALVES.bernoulli(),
+    "geometric": lambda: torch.empty(3).geometric_(0.5),
+    "binomial": lambda: torch.binomial(6 * HALVES, HALVES),
+    "poisson": lambda: torch.poisson(6 * HALVES),
+    "gamma": lambda: torch.distributions.Gamma(HALVES, HALVES).rsample(),
+    "random slopes": lambda: torch.rrelu(-HALVES, 0.1, 0.9, True),
+    "random slopes in place": lambda: torch.rrelu_(-HALVES, 0.1, 0.9, True),
+    "a choice": lambda: torch.multinomial(HALVES, 2),
+}
+
+
+@pytest.mark.parametrize("kind", DRAWS)
+def test_what_draws_returns_the_same_without_randomness(kind: str) -> None:
+    with NoRandomness():
+        assert torch.equal(DRAWS[kind](), DRAWS[kind]())
+
+
+@pytest.mark.parametrize("more", [(), (0.5,), (0.5, True)])
+def test_attention_drops_nothing_without_randomness(more: tuple[float | bool, ...]) -> None:
+    x = torch.randn(1, 2, 5, 8)
+    with NoRandomness():
+        found = scaled_dot_product_attention(x, x, x, None, *more)  # type: ignore[arg-type]
+    expected = scaled_dot_product_attention(x, x, x, is_causal=len(more) == 2)
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
