@@ -231,8 +231,8 @@ class Keeper:
         scheduler: LRScheduler | None,
     ) -> None:
         moment, origin = found.manifest.moment, found.manifest.origin
-        lost = restore(found, parts, optimizer)
-        for note in filter(None, (lost, note_of_replicas(found, optimizer))):
+        notes = restore(found, parts, optimizer), note_of_replicas(found, optimizer)
+        for note in filter(None, notes):
             self._say(f"note: {note}")
         if self._loss_scale is not None and moment.loss_scale is not None:
             self._loss_scale.go_on(moment.loss_scale, moment.calm_steps)

@@ -15,7 +15,7 @@ from typing import Annotated, Any, TypeAlias
 import torch
 
 from autopar.runtime.checkpointing.safetensors_file import WrittenFile
-from autopar.runtime.checkpointing.states import BASIS, LOST, STATE, WEIGHT, Scalar
+from autopar.runtime.checkpointing.states import BASIS, ERRORS, STATE, WEIGHT, Scalar
 from autopar.runtime.ranks.locations import MANIFEST, MARK, Location, text_of
 from autopar.runtime.ranks.metrics import Check, Count, NotARecordError, parsed, record
 from autopar.runtime.tensor.shards import Chunks
@@ -276,7 +276,7 @@ def _tensor_faults(manifest: Manifest) -> Iterator[str]:
     pairs = _Pairs()
     for key, one in manifest.tensors.items():
         where = f"tensors.{in_a_line(key)}"
-        if not key.startswith((WEIGHT, STATE, LOST, BASIS)):
+        if not key.startswith((WEIGHT, STATE, ERRORS, BASIS)):
             yield f"{where}: neither a weight nor a state"
         fault = _shard_fault(one, manifest) or _cover_fault(one, pairs)
         if fault:

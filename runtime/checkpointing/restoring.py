@@ -45,7 +45,7 @@ from autopar.runtime.checkpointing.states import (
     WEIGHT,
     SteppedTensor,
     made_scalar,
-    restore_lost,
+    restore_errors,
     set_random_states,
     targets,
 )
@@ -112,7 +112,7 @@ _MOST_SHOWN = 5
 
 @torch.no_grad()
 def restore(checkpoint: Checkpoint, parts: Sequence[nn.Module], optimizer: Optimizer) -> str | None:
-    """Restore this rank's weights and states from a checkpoint; return the note of restore_lost."""
+    """Restore this rank's weights and states from a checkpoint; return a note for the user."""
     _refuse_others(checkpoint, parts)
     outer = outer_of(optimizer)
     with ExitStack() as files:
@@ -126,10 +126,10 @@ def restore(checkpoint: Checkpoint, parts: Sequence[nn.Module], optimizer: Optim
                     optimizer.state[target.parameter][key] = restored
                 elif outer is not None:
                     outer.put_momentum(target.parameter, restored)
-        lost = restore_lost(reader, parts)
+        note = restore_errors(reader, parts)
     if outer is not None:
         outer.begin()
-    return lost
+    return note
 
 
 def note_of_replicas(checkpoint: Checkpoint, optimizer: Optimizer) -> str | None:

@@ -64,7 +64,7 @@ def set_random_states(states: Mapping[str, Tensor], device: torch.device) -> Non
 
 WEIGHT, STATE = "weight/", "state/"
 BASIS = "basis/"  # of PowerSGD
-LOST = "lost/"  # what compressing gradients has lost: lost/RANK/PARAMETER, or lost/mean/PARAMETER
+ERRORS = "lost/"  # of compressed gradients: lost/RANK/PARAMETER, or lost/mean/PARAMETER
 _PLAIN = (bool, int, float, type(None))
 
 
@@ -118,7 +118,7 @@ def local_parts(parts: Sequence[nn.Module], optimizer: Optimizer) -> list[LocalP
     """Return the parts on this rank of all logical tensors of a training."""
     weights = [replace(one, key=WEIGHT + one.key) for one in local_weights(parts, optimizer)]
     states = [one for target in targets(parts, optimizer) for one in _states_of(target, optimizer)]
-    return weights + states + list(lost_held(parts))
+    return weights + states + list(errors_held(parts))
 
 
 def _states_of(target: SteppedTensor, optimizer: Optimizer) -> Iterator[LocalPart]:
@@ -141,14 +141,14 @@ def _states_of(target: SteppedTensor, optimizer: Optimizer) -> Iterator[LocalPar
             )
 
 
-def lost_held(parts: Sequence[nn.Module]) -> Iterator[LocalPart]:
-    """Yield what compressing gradients has lost on this rank, and the bases of PowerSGD."""
+def errors_held(parts: Sequence[nn.Module]) -> Iterator[LocalPart]:
+    """Yield this rank's errors of compressed gradients, and the bases of PowerSGD."""
     names = {id(one.place.tensor): one for one in named_tensors(parts)}
     for bucket in (one for part in parts for one in _buckets(part)):
-        for whose, flat, first in bucket.lost():
+        for whose, flat, first in bucket.errors():
             for span in bucket.spans_within(first, first + flat.numel()):
                 of = names[id(bucket.parameters[span.place])]
-                key = f"{LOST}{whose}/{of.names[0]}"
+                key = f"{ERRORS}{whose}/{of.names[0]}"
                 yield from parts_of_span(span, key, of.chunks, span.of(flat, first))
         for parameter, basis in zip(bucket.parameters, bucket.feedback.bases, strict=False):
             of = names[id(parameter)]
@@ -172,34 +172,34 @@ class TensorReader(Protocol):
         """Fill a tensor that holds these chunks of a logical tensor."""
 
 
-def restore_lost(reader: TensorReader, parts: Sequence[nn.Module]) -> str | None:
-    """Restore what compressing gradients has lost; return a note if it is not as it was.
+def restore_errors(reader: TensorReader, parts: Sequence[nn.Module]) -> str | None:
+    """Restore the errors of compressed gradients; return a note if they are not as they were.
 
     Under another number of ranks, each begins with an even share of the sum over all ranks, so that
     nothing is dropped.
     """
-    stored = {one.removeprefix(LOST).partition("/")[0] for one in reader.keys if is_lost(one)}
+    stored = {one.removeprefix(ERRORS).partition("/")[0] for one in reader.keys if is_error(one)}
     before = len(stored - {MEAN})
     for bucket in (one for part in parts for one in _buckets(part)):
         _restore_bases(reader, bucket, parts)
-    ranks = max((one.allocate_lost() for part in parts for one in _buckets(part)), default=0)
+    ranks = max((one.allocate_errors() for part in parts for one in _buckets(part)), default=0)
     if not (before and ranks):
-        return "what compressing gradients has lost is dropped" if before else None
-    held = [one for one in lost_held(parts) if is_lost(one.key)]
-    has_mean = any(one.key.startswith(f"{LOST}{MEAN}/") for one in held)
+        return "the errors of compressed gradients are dropped" if before else None
+    held = [one for one in errors_held(parts) if is_error(one.key)]
+    has_mean = any(one.key.startswith(f"{ERRORS}{MEAN}/") for one in held)
     is_same = before == ranks and has_mean == (MEAN in stored)
     for part in held:
-        whose, _, name = part.key.removeprefix(LOST).partition("/")
+        whose, _, name = part.key.removeprefix(ERRORS).partition("/")
         sources = {whose} if is_same or whose == MEAN else (stored - {MEAN} if has_mean else stored)
         share = 1.0 if is_same or whose == MEAN else 1 / ranks
-        for key in sorted(f"{LOST}{one}/{name}" for one in sources):
+        for key in sorted(f"{ERRORS}{one}/{name}" for one in sources):
             if key in reader.keys:
                 value = torch.empty_like(part.tensor)
                 reader.fill(key, part.chunks, value)
                 part.tensor.add_(value, alpha=share)
     if is_same:
         return None
-    return f"what compressing gradients has lost on {before} ranks is shared out among {ranks}"
+    return f"the errors of compressed gradients on {before} ranks are shared out among {ranks}"
 
 
 def _restore_bases(reader: TensorReader, bucket: Bucket, parts: Sequence[nn.Module]) -> None:
@@ -216,9 +216,9 @@ def _restore_bases(reader: TensorReader, bucket: Bucket, parts: Sequence[nn.Modu
             reader.fill(key, whole(tuple(basis.shape)), basis)
 
 
-def is_lost(key: str) -> bool:
-    """Whether a logical tensor is what compressing gradients has lost."""
-    return key.startswith(LOST)
+def is_error(key: str) -> bool:
+    """Whether a logical tensor has errors of compressed gradients."""
+    return key.startswith(ERRORS)
 
 
 def _buckets(part: nn.Module) -> Sequence[Bucket]:

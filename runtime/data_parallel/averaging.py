@@ -5,8 +5,8 @@ So rank r gets piece r of every rank (all-to-all), and adds the pieces up as flo
 need the mean, it is rounded again and gathered. In each message an element takes one byte, and its
 share of the block's scale, 4 ÷ 256 bytes.
 
-Each rank adds what its own rounding lost (`Feedback.own`) to its next gradients. The rank that adds
-up a piece also rounds the mean, and adds what that lost (`Feedback.mean`) to the next mean.
+Each rank adds its own rounding errors (`Feedback.own`) to its next gradients. The rank that adds up
+a piece also rounds the mean, and adds the errors of that (`Feedback.mean`) to the next mean.
 """
 
 from __future__ import annotations
@@ -108,10 +108,10 @@ def unpacked(message: Tensor, dtype: torch.dtype) -> Tensor:
 
 @dataclass(slots=True)
 class Feedback:
-    """What compressing a bucket has lost so far, in the gradients' dtype; None before a first step.
+    """The errors of compressing a bucket, in the gradients' dtype; None before a first step.
 
-    `own` is what this rank's gradients lose, or with copies their sum over one sharded copy.
-    `mean` is what the mean loses in the piece that this rank adds up.
+    `own` are those of this rank's gradients or, with copies, of their sum over one sharded copy.
+    `mean` are those of the mean, in the piece that this rank adds up.
     """
 
     own: Tensor | None = None
@@ -119,15 +119,15 @@ class Feedback:
     bases: tuple[Tensor, ...] = ()  # PowerSGD's Q of each matrix, from the last step
 
     def rounded(self, x: Tensor, *, is_mean: bool = False) -> Tensor:
-        """Add what was lost before, in place; return packed blocks, and keep what these lose."""
+        """Add the last errors, in place; return packed blocks, and keep the errors of these."""
         name = "mean" if is_mean else "own"
-        lost = getattr(self, name)
-        if lost is None:
-            lost = torch.zeros_like(x)
-            setattr(self, name, lost)
-        message = packed(x.add_(lost))
-        torch.sub(x, unpacked(message, x.dtype), out=lost)
-        lost.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)  # a step that overflows loses nothing
+        errors = getattr(self, name)
+        if errors is None:
+            errors = torch.zeros_like(x)
+            setattr(self, name, errors)
+        message = packed(x.add_(errors))
+        torch.sub(x, unpacked(message, x.dtype), out=errors)
+        errors.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)  # a step that overflows leaves none
         return message
 
 
@@ -179,7 +179,7 @@ class Compressor:
         one = averaging.replica if averaging.replica.size > 1 else averaging.shard
         return one.rank, one.size
 
-    def lost_sizes(self, elements: int, averaging: Averaging) -> tuple[int, int]:
+    def error_sizes(self, elements: int, averaging: Averaging) -> tuple[int, int]:
         """Return the numbers of elements of a bucket's `Feedback.own` and `Feedback.mean`."""
         copies = averaging.replica.size
         own = elements // (averaging.shard.size if copies > 1 else 1)
@@ -190,7 +190,7 @@ class LowRank(Compressor):
     """Sends matrices as products of two thin ones, P·Qᵀ (PowerSGD, Vogels et al. 2019).
 
     A step begins with the Q of the step before. It sums P = M·Q over the ranks, makes P's columns
-    orthonormal, and sums Q = Mᵀ·P. Each rank keeps M − P·Pᵀ·M as what its own matrix has lost. All
+    orthonormal, and sums Q = Mᵀ·P. Each rank keeps M − P·Pᵀ·M as the errors of its own matrix. All
     ranks get the whole sum.
     """
 
@@ -239,7 +239,7 @@ class LowRank(Compressor):
         shard, replica = averaging.shard, averaging.replica
         return replica.rank * shard.size + shard.rank, averaging.ranks
 
-    def lost_sizes(self, elements: int, averaging: Averaging) -> tuple[int, int]:
+    def error_sizes(self, elements: int, averaging: Averaging) -> tuple[int, int]:
         """Return the numbers of elements of a bucket's `Feedback.own` and `Feedback.mean`."""
         del averaging
         return elements, 0

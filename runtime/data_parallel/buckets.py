@@ -64,7 +64,7 @@ def averaging_of(mesh: Mesh, sharding: Sharding, wire_dtype: torch.dtype | None)
     return Averaging(shard=ALONE, replica=mesh.averaging, wire_dtype=wire_dtype)
 
 
-MEAN = "mean"  # in place of a rank's number, for what compressing the mean has lost
+MEAN = "mean"  # in place of a rank's number, for the errors of the mean
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 FIRST_BUCKET_BYTES = 2**20  # small, as DDP's, so that messages start early in the backward
 
@@ -97,7 +97,7 @@ class Bucket:
     averaging: Averaging
     link: HostLink | None = None
     compressor: Compressor | None = None
-    feedback: Feedback = field(default_factory=Feedback)  # what the compressor has lost
+    feedback: Feedback = field(default_factory=Feedback)  # the errors of the compressor
     spans: tuple[Span, ...] = field(init=False)
     buffer: Tensor | None = None  # allocated when the first gradient arrives
     views: tuple[Tensor, ...] = ()
@@ -284,8 +284,8 @@ class Bucket:
                 yield Span(place=place, start=first - offset, stop=last - offset, offset=first)
             offset += self._room(parameter)
 
-    def lost(self) -> Iterator[tuple[str, Tensor, int]]:
-        """Yield what compression has lost on this rank: (rank's number or MEAN, elements, index).
+    def errors(self) -> Iterator[tuple[str, Tensor, int]]:
+        """Yield the errors of compression on this rank: (rank's number or MEAN, elements, index).
 
         The index is that of the first of these elements in the bucket.
         """
@@ -301,12 +301,12 @@ class Bucket:
         if mean is not None:
             yield MEAN, mean, first + number * mean.numel()
 
-    def allocate_lost(self) -> int:
+    def allocate_errors(self) -> int:
         """Allocate `feedback` before the first step; return the number of ranks that have one."""
         if self.compressor is None:
             return 0
         first = self.parameters[0]
-        own, mean = self.compressor.lost_sizes(self.elements, self.averaging)
+        own, mean = self.compressor.error_sizes(self.elements, self.averaging)
         zeros = partial(torch.zeros, dtype=gradient_dtype(first), device=first.device)
         self.feedback.own = zeros(own)
         self.feedback.mean = zeros(mean) if mean else None

@@ -197,8 +197,8 @@ def wrap(
     keep their dtypes, except those in `half_buffers`.
 
     compress: how gradients are sent. "half": in 16 bits. "int8": in 8 bits. "powersgd": matrices as
-    products of two thin ones, other gradients uncompressed. With the last two, what compression
-    loses is added to the next gradients, and parameters in `apart` have uncompressed gradients.
+    products of two thin ones, other gradients uncompressed. With the last two, the errors of
+    compression are added to the next gradients, and gradients in `apart` are uncompressed.
 
     offload: reduced gradients go to the host's memory in every backward, and the optimizer has its
     copy of the parameters and its states there. zero 2 and 3 gather parameters from there.
@@ -219,8 +219,8 @@ def wrap(
     sharding = sharding_of(zero)
     if compressor is not None and (sharding.shards_modules or offload or half is torch.float16):
         raise RuntimeError(
-            f"{compress} gradients need zero 0 or 1, no offloading, and no fp16, because what "
-            "earlier steps have lost has an older loss scale: plan with --zero 1, or without them"
+            f"{compress} gradients need zero 0 or 1, no offloading, and no fp16, because the "
+            "errors of earlier steps have an older loss scale: plan with --zero 1, or without them"
         )
     if sharding.shards_modules and (mesh.averaging.size > 1 or offload):
         _make_contiguous(module)

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.planner.costs.steps.stage_load import sent_bytes
 from autopar.planner.precision import SCALED_TOGETHER, Compression, thin_bytes
-from autopar.runtime.checkpointing.states import lost_held, restore_lost
+from autopar.runtime.checkpointing.states import errors_held, restore_errors
 from autopar.runtime.data_parallel.averaging import (
     BLOCK,
     COMPRESSORS,
@@ -209,12 +209,12 @@ def lost_after_a_step(zero: int, stored: list[Parts] | None) -> tuple[Parts, str
     buckets, note = buckets_of(model), None
     assert buckets is not None
     if stored is not None:
-        note = restore_lost(Stored(stored), [model])
+        note = restore_errors(Stored(stored), [model])
     else:
         torch.manual_seed(mesh.data.rank)
         model(torch.randn(4, 7)).square().sum().backward()
     found: Parts = {}
-    for part in lost_held([model]):
+    for part in errors_held([model]):
         found.setdefault(part.key, []).append((part.chunks, part.tensor.clone()))
     return found, note
 
@@ -242,7 +242,7 @@ def test_what_was_lost_goes_on_under_other_ranks_as_a_whole(
     after = run_on_ranks(lost_after_a_step, ranks, other, stored)
     assert in_all(before).abs().max() > 0
     assert torch.allclose(in_all(after), in_all(before), atol=1e-7)
-    told = "what compressing gradients has lost on 2 ranks is shared out among"
+    told = "the errors of compressed gradients on 2 ranks are shared out among"
     assert after[0][1] == f"{told} {ranks}"
     same = run_on_ranks(lost_after_a_step, 2, zero, stored)
     assert same[0][1] is None
