@@ -30,7 +30,7 @@ Why this plan: this plan has simpler layouts than the fastest one, and its step 
 The fastest plan found takes 1.009 s, and none of the 4 arrangements is faster than that. In this
 plan, compute + optimizer takes 70% of the step.
 """
-# Written by autopar 0.2.0 (checksum e2e79f56a6e0b6b5, plan f8d30fe937cf67d0).
+# Written by autopar 0.2.0 (checksum e2e79f56a6e0b6b5, plan 320b8896fea87fdb).
 # Once you edit this file, autopar overwrites it only with --force.
 
 import sys

@@ -25,7 +25,7 @@ Memory of the fullest device: 5.299 GiB of 68.8 GiB (8%)
 Why this plan: none of the 12 arrangements is faster; compute + optimizer takes 78% of the step.
 The next best, dp 8, no sharding, takes 15.86 ms (+1.7%): +410.6 us optimizer.
 """
-# Written by autopar 0.2.0 (checksum ac4b14b0e67cdeea, plan b43f8c61f73ef1a3).
+# Written by autopar 0.2.0 (checksum ac4b14b0e67cdeea, plan 3a4651619ae3d620).
 # Once you edit this file, autopar overwrites it only with --force.
 
 import sys

@@ -25,7 +25,7 @@ Memory of the fullest device: 11 GiB of 68.8 GiB (16%)
 
 Why this plan: none of the 20 arrangements is faster; compute + optimizer takes 76% of the step.
 """
-# Written by autopar 0.2.0 (checksum 8c5bf5824df5884c, plan 4cecdd5d0b274774).
+# Written by autopar 0.2.0 (checksum 8c5bf5824df5884c, plan f09ca0f825644c33).
 # Once you edit this file, autopar overwrites it only with --force.
 
 import sys
