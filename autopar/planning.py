@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
+from multiprocessing import get_context
 from pathlib import Path
-from subprocess import DEVNULL, PIPE, Popen
 from typing import TYPE_CHECKING
-
-from pydantic import TypeAdapter
 
 from autopar.console import print_note, status_line
 from autopar.notes import note_found, note_traced
@@ -21,6 +20,7 @@ from autopar.planner.costs.prediction import Compile
 from autopar.planner.errors import LostLayersError
 from autopar.planner.files import refuse_replacing
 from autopar.planner.model.functions import DATA_READS
+from autopar.planner.model.guard import folder_from
 from autopar.planner.model.model_file import load_model_file, model_path, split_spec
 from autopar.planner.plan.declared.constraints import Constraints, without_recompute
 from autopar.planner.plan.declared.limits import rows_at_once
@@ -33,6 +33,7 @@ from autopar.planner.plan.files.cache import (
     owners,
 )
 from autopar.planner.plan.files.document import parse_plan, plan_text
+from autopar.planner.plan.fleet import Training
 from autopar.planner.plan.plan import Plan, StoredPlan, with_graph
 from autopar.planner.plan.planned import (
     PlanDemands,
@@ -41,6 +42,7 @@ from autopar.planner.plan.planned import (
     plan_training,
     training_of,
 )
+from autopar.planner.plan.search.ahead import Idle, idle_cores, may_fork
 from autopar.planner.plan.search.demands import may_compile
 from autopar.planner.plan.traced import (
     ChangedModelError,
@@ -58,6 +60,7 @@ from autopar.planner.profile.measured import MeasuredFile
 
 # Modules that need torch are imported in functions: planning a cached model needs no torch.
 if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
     from multiprocessing.process import BaseProcess
 
     from autopar.codegen.subject import BuiltModel
@@ -101,17 +104,18 @@ def script_of(
     uses_cache: bool = True,
     built: BuiltModel | None = None,
 ) -> CachedScript:
-    """Return the script of a plan for a path, from the cache if plan, model and path are known.
+    """Return the script of a plan for a path, from the cache if it is known.
 
-    A relative path of the model file is looked for in the working directory, then in `folder` (that
-    of the script by default) and in its parents. `built` is the plan's model, if it is built.
+    Places from which the model file has the same relative path have the same script. The file is
+    looked for here, then in `folder` (the script's by default) and its parents. `built` is its
+    model.
     """
     place, cache = destination.resolve(), cache_of(uses_cache)
     beside = place.parent if folder is None else folder
     path = model_path(model_spec(plan, beside))
     check_unchanged(plan, path)
     timeless = replace(plan, proof=replace(plan.proof, search_seconds=0.0))
-    question = (plan_text(timeless), path, place, beside.resolve(), Path.cwd())
+    question = (plan_text(timeless), path, place.name, folder_from(place, path), Path.cwd())
     known = cache.find(CachedScript, question)
     made = known or _emitted(plan, destination, beside, uses_cache=uses_cache, built=built)
     if known is None:
@@ -179,13 +183,15 @@ def make_plans(
     request: Request,
     *,
     looks_at_fewer: bool = True,
-    on_search: Callable[[], None] = lambda: None,
+    on_search: Callable[[Training], None] = lambda _: None,
     on_found: Callable[[Plan], None] = lambda _: None,
+    workers: Idle = idle_cores,
 ) -> Planned:
     """Trace a model once, find its best plan on each cluster, and choose one of them.
 
-    Impossible requests are rejected as early as possible. `on_search` is called before a search,
-    and `on_found` with its plan, but not if the cache has its result.
+    Impossible requests are rejected as early as possible. `on_search` is called before a search
+    with the training, and `on_found` with its plan, but not if the cache has its result. `workers`
+    are as in `plan_training`.
     """
     demands = PlanDemands(
         clusters=request.clusters,
@@ -202,7 +208,13 @@ def make_plans(
         note_traced(traced, training, request.clusters[-1])
         cache = cache_of(request.uses_cache)
         found = plan_training(
-            training, demands, report, cache=cache, on_search=on_search, on_found=on_found
+            training,
+            demands,
+            report,
+            cache=cache,
+            on_search=on_search,
+            on_found=on_found,
+            workers=workers,
         )
     note_found(found.plan, training)
     return found
@@ -224,14 +236,10 @@ def _question(
 
 def _asked(request: Request) -> Question:
     """Return the key under which the cache has the traced model of a request."""
-    constraints = request.constraints
-    return _question(
-        request.model,
-        request.arguments,
-        constraints.precision,
-        rows_at_once(constraints),
-        compiles=any(may_compile(cluster, constraints) for cluster in request.clusters),
-    )
+    asked, demanded = request.arguments, request.constraints
+    compiles = any(may_compile(cluster, demanded) for cluster in request.clusters)
+    rows = rows_at_once(demanded)
+    return _question(request.model, asked, demanded.precision, rows, compiles=compiles)
 
 
 def read_model(request: Request) -> TracedModel:
@@ -277,7 +285,12 @@ def scripted(
     """
     try:
         with closing(_ScriptProcess(request, destination)) as process:
-            found = plans(request, on_search=process.start, on_found=process.write)
+            found = plans(
+                request,
+                on_search=process.start,
+                on_found=process.write,
+                workers=lambda: idle_cores(1 + process.is_busy),
+            )
             process.wait()
         made = script_of(found.plan, destination, uses_cache=request.uses_cache)
     except ChangedModelError as changed:
@@ -299,79 +312,85 @@ def scripted(
 
 
 class _ScriptProcess:
-    """A process that prepares the script while this process searches for a plan.
+    """A fork that prepares the script while this process searches for a plan.
 
-    If this process has no torch, the other one imports torch and builds the model, and writes the
-    script into the cache when it gets the plan. If that fails, nothing is in the cache; the script
-    is written by this process, which raises the error. If this process has torch, the other one
-    traces the model on rows of other lengths (see `lengths_process`).
+    If this process has no torch, the fork imports torch and builds the model, and writes the script
+    into the cache when it gets the plan. If that fails, nothing is in the cache; the script is
+    written by this process, which raises the error. If this process has torch, the fork traces the
+    model on rows of other lengths (see `lengths_process`).
     """
 
     def __init__(self, request: Request, destination: Path) -> None:
         self._request, self._place = request, destination
-        self._writing: Popen[bytes] | None = None
-        self._tracing: BaseProcess | None = None
+        self._process: BaseProcess | None = None
+        self._plans: Connection | None = None  # to a fork that writes the script
 
-    def start(self) -> None:
-        """Start the process, if there is a cache."""
-        asked, model = _asked(self._request), self._request.model
-        if not self._request.uses_cache:
+    def start(self, training: Training) -> None:
+        """Start the fork, if there is a cache."""
+        if not self._request.uses_cache or not may_fork():
             return
+        asked, model = _asked(self._request), self._request.model
         if "torch" in sys.modules:
             from autopar.codegen.subject import lengths_process
 
-            self._tracing = lengths_process(asked, model, cache_of(uses_cache=True))
+            self._process = lengths_process(asked, model, cache_of(uses_cache=True))
             return
-        code = f"import sys; sys.path[:] = {sys.path!r}; import autopar.__main__, {__name__} as p; "
-        code += "autopar.__main__.collect_rarely(); p.write_script()"
-        given = (str(self._place), model, TypeAdapter(Question).dump_json(asked).decode())
-        with suppress(OSError):
-            self._writing = Popen(
-                [sys.executable, "-c", code, *given], stdin=PIPE, stdout=DEVNULL, stderr=DEVNULL
-            )
+        context = get_context("fork")
+        there, self._plans = context.Pipe()
+        self._process = context.Process(
+            target=_write_script,
+            args=(there, self._plans, self._request, self._place, training),
+            daemon=True,
+        )
+        self._process.start()
+        there.close()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the fork needs a core of its own: it runs, and does not wait for the plan."""
+        if self._process is None or not self._process.is_alive():
+            return False
+        return self._plans is None or not self._plans.poll()
 
     def write(self, plan: Plan) -> None:
-        """Give a plan to the process, if it writes scripts."""
-        if self._writing is not None and self._writing.stdin is not None:
+        """Give a plan to the fork, if it writes scripts."""
+        if self._plans is not None:
             with suppress(OSError):  # it has failed
-                self._writing.stdin.write(plan_text(plan).encode())
-                self._writing.stdin.close()
+                self._plans.send(plan_text(plan))
 
     def wait(self) -> None:
-        """Wait until the process has written the script, if it got a plan."""
-        if self._writing is not None:
+        """Wait until the fork has written the script, if it got a plan."""
+        if self._plans is not None and self._process is not None:
             with status_line("writing the script"):
-                self._writing.wait()
+                self._process.join()
 
     def close(self) -> None:
-        """End the process."""
-        if self._writing is not None:
-            self._writing.kill()
-            self._writing.wait()
-            if self._writing.stdin is not None:
-                self._writing.stdin.close()
-        if self._tracing is not None:
-            self._tracing.kill()
-            self._tracing.join()
+        """End the fork."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.join()
+        if self._plans is not None:
+            self._plans.close()
 
 
-def write_script() -> None:
-    """Run the process of `_ScriptProcess`: build the model, read a plan, write its script.
+def _write_script(
+    plans: Connection, others: Connection, request: Request, destination: Path, training: Training
+) -> None:
+    """Build the model, receive a plan, and write its script into the cache.
 
-    The plan comes on stdin when the search has ended; none comes if the search fails.
+    The plan comes when the search has ended; none comes if the search fails.
     """
-    destination, model, asked = sys.argv[1:]
-    question = TypeAdapter(Question).validate_json(asked)
-    with os.fdopen(os.dup(0)) as given, DATA_READS.watched():
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # for the model file, if it reads stdin
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the search, which ends this process
+    others.close()  # so that this process notices when the search is gone
+    with Path(os.devnull).open("r+b") as nowhere:  # for the model file, if it reads or prints
+        for stream in range(3):
+            os.dup2(nowhere.fileno(), stream)
+    with DATA_READS.watched(), suppress(EOFError):
         from autopar.codegen.emit import BuiltModel
 
-        known = question.find(cache_of(uses_cache=True))
-        graph = None if known is None else known.graph
-        built = BuiltModel.of(load_model_file(model, question.arguments), graph)
+        file = load_model_file(request.model, request.arguments)
+        built = BuiltModel.of(file, training.graph, (training.axes, training.layers))
         owners()  # needed to keep the script: found while the search goes on
-        if text := given.read():
-            plan: StoredPlan = parse_plan(text, where="stdin")
-            if known is not None and fits(plan, known):
-                plan = with_graph(plan, known.graph)
-            script_of(plan, Path(destination), built=built)
+        plans.send(None)  # says that this process waits
+        plan = parse_plan(plans.recv(), where="the search")
+        script_of(with_graph(plan, training.graph), destination, built=built)

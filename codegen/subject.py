@@ -24,7 +24,7 @@ from autopar.planner.layers import Layers
 from autopar.planner.model.functions import DATA_READS
 from autopar.planner.model.model_file import ModelFile, load_model_file
 from autopar.planner.model.without_memory import without_memory
-from autopar.planner.plan.again import GraphParts, graph_parts
+from autopar.planner.plan.again import GraphParts
 from autopar.planner.plan.files.cache import NO_CACHE, Cache, CachedLengths, Question, lengths_found
 from autopar.planner.plan.files.graph import graph_document
 from autopar.planner.plan.plan import Model, Plan
@@ -63,10 +63,11 @@ class BuiltModel:
     parts: GraphParts | None = None
 
     @classmethod
-    def of(cls, file: ModelFile, graph: Graph | None = None) -> BuiltModel:
+    def of(
+        cls, file: ModelFile, graph: Graph | None = None, parts: GraphParts | None = None
+    ) -> BuiltModel:
         """Build the model of a file."""
         model = without_memory(file)
-        parts = None if graph is None else graph_parts(graph)
         return cls(file=file, model=model, modules=modules_of(model), graph=graph, parts=parts)
 
 

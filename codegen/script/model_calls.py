@@ -39,7 +39,7 @@ from autopar.planner.findings.rows import meeting_rows, parts_have_weights
 from autopar.planner.graph.graph import Graph, batch_key
 from autopar.planner.graph.ops import Ref
 from autopar.planner.model.functions import sources
-from autopar.planner.model.guard import import_name
+from autopar.planner.model.guard import folder_from, import_name
 from autopar.planner.model.model_file import ModelFile
 from autopar.planner.plan.declared.limits import least_rows
 from autopar.planner.plan.plan import Plan
@@ -99,7 +99,7 @@ def model_arguments(graph: Graph, *, takes_all: bool, has_weights: bool) -> Sour
 def _imports(file: ModelFile, classes: Sequence[Imported], destination: Path) -> Source:
     """Return the statements that import the model file, from any working directory."""
     known = import_name(file.path)
-    folder = os.path.relpath(known.folder, destination.parent)
+    folder = folder_from(destination, file.path)
     here = "Path(__file__).resolve().parent"
     place = here if folder == "." else f"{here} / {literal(Path(folder).as_posix())}"
     lines, after = [], list[str]()

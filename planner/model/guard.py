@@ -51,6 +51,11 @@ def import_name(path: Path) -> ImportName:
     return ImportName(name=path.stem, folder=path.parent)
 
 
+def folder_from(place: Path, path: Path) -> str:
+    """Return the folder that a file is imported from, relative to that of a script at `place`."""
+    return os.path.relpath(import_name(path).folder, place.parent)
+
+
 def imported_names(path: Path) -> Iterator[str]:
     """Yield all names that a file imports, with dots if relative; nothing for a broken file."""
     try:

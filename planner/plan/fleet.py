@@ -17,6 +17,7 @@ from autopar.planner.layers import Layers
 from autopar.planner.plan.declared.constraints import Constraints, Objective
 from autopar.planner.plan.declared.limits import completed, with_batch
 from autopar.planner.plan.plan import Model, Plan
+from autopar.planner.plan.search.ahead import Idle, none
 from autopar.planner.plan.search.best_first import FoundLeaf, SearchNode, best_first
 from autopar.planner.plan.search.search import Entry, Explorer, search
 from autopar.planner.plan.solving.candidate import Candidate
@@ -275,12 +276,11 @@ def planned_curve(
     time_limit_seconds: float | None = None,
     report: Callable[[str], None] = lambda _: None,
     prices: Prices | None = None,
-    workers: int = 0,
+    workers: Idle = none,
 ) -> Curve:
     """Return the plans on clusters of ascending sizes; raises the last error if there is no plan.
 
-    All have the same training: the default global batch is that of the largest cluster. Each search
-    gets an equal share of the remaining time.
+    All have the default batch of the largest cluster. Each search has an equal share of the time.
     """
     whole = with_batch(training.constraints, clusters[-1], training.graph)
     training = replace(training, constraints=whole)

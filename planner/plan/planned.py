@@ -34,7 +34,7 @@ from autopar.planner.plan.fleet import (
     planned_curve,
 )
 from autopar.planner.plan.plan import BatchFacts, Plan, PlannedCount, with_graph
-from autopar.planner.plan.search.ahead import idle_cores
+from autopar.planner.plan.search.ahead import Idle, idle_cores
 from autopar.planner.plan.search.demands import check_memory
 from autopar.planner.plan.search.space import allow_degrees, check_degrees
 from autopar.planner.plan.solving.prices import LayoutKey, LeastKey, Prices
@@ -148,24 +148,23 @@ def plan_training(
     report: Callable[[str], None] = lambda _: None,
     *,
     cache: Cache = NO_CACHE,
-    on_search: Callable[[], None] = lambda: None,
+    on_search: Callable[[Training], None] = lambda _: None,
     on_found: Callable[[Plan], None] = lambda _: None,
-    workers: int | None = None,
+    workers: Idle = idle_cores,
 ) -> Planned:
     """Find the best plan on each cluster, and choose one of them; the cache keeps the answer.
 
-    If the cache does not have it, `on_search` is called, and `on_found` before the answer is kept.
-    `workers` is the number of other processes that find prices ahead of the search, by default one
-    for each idle core. They only make it faster.
+    If the cache does not have it, `on_search` is called with the training, and `on_found` with the
+    plan before the answer is kept. `workers` returns how many other processes may find prices ahead
+    of the search, by default one for each idle core. They only make it faster.
     """
     question = _search_question(training, demands)
     known = cache.find(CachedSearch, question)
     found = _planned_before(known, training, demands) if known is not None else None
     if found is None:
-        on_search()
+        on_search(training)
         prices = Prices(recall=lambda kind, key: cache.find(kind, _prices_key(training, key)))
-        helping = idle_cores() if workers is None else workers
-        found = _searched(training, demands, report, prices, helping)
+        found = _searched(training, demands, report, prices, workers)
         on_found(found.plan)
         if _is_final(found, demands):
             cache.keep(_cached(found), question)
@@ -180,7 +179,7 @@ def _searched(
     demands: PlanDemands,
     report: Callable[[str], None],
     prices: Prices,
-    workers: int,
+    workers: Idle,
 ) -> Planned:
     clusters = demands.clusters
     report("searching")

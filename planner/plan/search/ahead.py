@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain, zip_longest
@@ -19,6 +19,7 @@ from multiprocessing import current_process, get_context
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from types import TracebackType
+from typing import TypeAlias
 
 from autopar.planner.costs.prediction import Arrangement, Compile
 from autopar.planner.plan.bounds.bounding import BoundKind, Bounds
@@ -32,14 +33,26 @@ _NICENESS = 5  # where cores are few, the search goes first
 _PATIENCE_SECONDS = 60.0  # then the search finds the prices itself
 
 
-def idle_cores() -> int:
-    """Return the cores that are left beside the search and the process that prepares its script.
+def may_fork() -> bool:
+    """Whether this process may be forked.
 
-    It is 0 in a daemon, which may not start processes, and where a process that has imported torch
-    must not be forked: everywhere but on Linux.
+    A daemon may not start processes. Only on Linux it is safe to fork a process that has imported
+    torch or numpy.
     """
-    may_fork = sys.platform == "linux" and not current_process().daemon
-    return max(0, usable_cores() - 2) if may_fork else 0
+    return sys.platform == "linux" and not current_process().daemon
+
+
+Idle: TypeAlias = Callable[[], int]  # how many cores are left for workers; it may grow
+
+
+def none() -> int:
+    """Leave no core for workers."""
+    return 0
+
+
+def idle_cores(busy: int = 1) -> int:
+    """Return the cores that are left for workers beside busy ones; 0 where none can be forked."""
+    return max(0, usable_cores() - busy) if may_fork() else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,12 +90,13 @@ class _SearchWorker:
 class Ahead:
     """The workers of one search; they start when it has found the first prices itself.
 
-    So there are none if the cache knows all prices.
+    So there are none if the cache knows all prices. `idle` is asked again before each node: a core
+    may become idle while the search goes on.
     """
 
-    def __init__(self, bounds: Bounds, workers: int) -> None:
+    def __init__(self, bounds: Bounds, idle: Idle) -> None:
         self._bounds, self._prices = bounds, bounds.costing.prices
-        self._missing = min(workers, MOST_WORKERS)
+        self._idle, self._started = idle, 0
         self._workers: list[_SearchWorker] = []
         self._given: set[SearchTask] = set()
 
@@ -111,8 +125,8 @@ class Ahead:
             task = worker.task
             if task is not None and (_is_needed(task, due) or worker.pipe.poll()):
                 self._take(worker)
-        if self._missing and self._prices.have_grown:
-            self._start()
+        if self._prices.have_grown:
+            self._start(min(self._idle(), MOST_WORKERS) - self._started)
         self._given.add(due)
         busy = {worker.task.layouts for worker in self._workers if worker.task} | {due.layouts}
         idle = [worker for worker in self._workers if worker.task is None]
@@ -142,9 +156,9 @@ class Ahead:
         worker.process.kill()
         self._workers.remove(worker)
 
-    def _start(self) -> None:
+    def _start(self, missing: int) -> None:
         context = get_context("fork")
-        for _ in range(self._missing):
+        for _ in range(missing):
             here, there = context.Pipe()
             others = [*(one.pipe for one in self._workers), here]
             work = (there, others, self._bounds)
@@ -152,7 +166,7 @@ class Ahead:
             process.start()
             there.close()
             self._workers.append(_SearchWorker(process, here))
-        self._missing = 0
+            self._started += 1
 
 
 def _work(pipe: Connection, others: Iterable[Connection], bounds: Bounds) -> None:

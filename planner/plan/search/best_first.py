@@ -74,6 +74,11 @@ class Outcome(Generic[Item, Leaf]):
         return max(0.0, best - self.bound) / best if best else 0.0
 
 
+def never() -> bool:
+    """Return False: the search has all the time that it needs."""
+    return False
+
+
 def _is_leaf(entry: object) -> bool:
     return isinstance(entry, FoundLeaf)
 
@@ -82,7 +87,7 @@ def best_first(
     roots: Iterable[SearchNode[Item]],
     expand: Callable[[Item], Iterable[SearchNode[Item] | FoundLeaf[Leaf] | Unproved]],
     *,
-    is_late: Callable[[], bool] = lambda: False,
+    is_late: Callable[[], bool] = never,
     enough: Callable[[int], bool] = lambda leaves_passed: leaves_passed >= 1,
     watch: Callable[[float, Item, Iterable[Item]], None] = lambda _bound, _now, _soon: None,
 ) -> Outcome[Item, Leaf]:

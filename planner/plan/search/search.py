@@ -37,7 +37,7 @@ from autopar.planner.plan.declared.constraints import (
 )
 from autopar.planner.plan.declared.limits import completed, with_batch
 from autopar.planner.plan.plan import Model, Plan
-from autopar.planner.plan.search.ahead import Ahead
+from autopar.planner.plan.search.ahead import Ahead, Idle, none
 from autopar.planner.plan.search.assembly import MOST_SHOWN, Counts, assemble, kind_of
 from autopar.planner.plan.search.best_first import (
     FoundLeaf,
@@ -45,6 +45,7 @@ from autopar.planner.plan.search.best_first import (
     SearchNode,
     Unproved,
     best_first,
+    never,
 )
 from autopar.planner.plan.search.demands import (
     choices_of,
@@ -105,7 +106,7 @@ def search(
     report: Callable[[str], None] = lambda _: None,
     measured: Measurements | None = None,
     prices: Prices | None = None,
-    workers: int = 0,
+    workers: Idle = none,
 ) -> Plan:
     """Return the best plan with its proof and the runners-up.
 
@@ -190,7 +191,7 @@ class Explorer:
         self._is_choosing = False  # whether the fastest is proved, and the simplest is searched for
         self._left_out: list[SearchNode[SearchItem]] = []  # no faster, but perhaps simpler
 
-    def explore(self, *, is_late: Callable[[], bool] = lambda: False, workers: int = 0) -> Searched:
+    def explore(self, *, is_late: Callable[[], bool] = never, workers: Idle = none) -> Searched:
         """Search until the best is proved and there are some distinct runners-up."""
         with Ahead(self.bounds, workers) as ahead:
 

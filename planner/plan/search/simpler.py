@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 
 from autopar.planner.cluster.toml_reading import seconds_text
 from autopar.planner.costs.prediction import Arrangement, Compile, Offload
-from autopar.planner.plan.search.best_first import FoundLeaf, SearchNode, Unproved
+from autopar.planner.plan.search.best_first import FoundLeaf, SearchNode, Unproved, never
 from autopar.planner.plan.solving.candidate import Candidate, recomputes
 from autopar.planner.precision import Compression
 
@@ -98,7 +98,7 @@ def simplest_leaf(
     simplicity: Simplicity[Item, Leaf],
     *,
     within: float,
-    is_late: Callable[[], bool] = lambda: False,
+    is_late: Callable[[], bool] = never,
 ) -> FoundLeaf[Leaf]:
     """Return the simplest leaf with a value up to `within`; of equally simple ones, the least.
 

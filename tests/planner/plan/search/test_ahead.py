@@ -6,7 +6,7 @@ import os
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from multiprocessing import active_children, get_context
 from multiprocessing.context import ForkProcess
 from multiprocessing.process import BaseProcess
@@ -17,6 +17,7 @@ from autopar.planner.cluster.file import choose_cluster
 from autopar.planner.plan.files.document import plan_text
 from autopar.planner.plan.plan import Plan
 from autopar.planner.plan.search import ahead
+from autopar.planner.plan.search.ahead import none
 from autopar.planner.plan.search.search import search
 from autopar.planner.plan.solving.prices import Prices
 from autopar.planner.programs.layouts.choice import LayoutProgram, LayoutSolution
@@ -42,7 +43,7 @@ def solved_here(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def plan_with(workers: int, prices: Prices | None = None) -> Plan:
+def plan_with(workers: ahead.Idle, prices: Prices | None = None) -> Plan:
     graph, axes, layers = parts_of("llama.py", "size=tiny")
     cluster, demands = choose_cluster(4, "h100-sxm"), declared(global_batch=16)
     facts = model(graph, "llama.py")
@@ -56,7 +57,7 @@ def workers_left() -> list[BaseProcess]:
 
 @cache
 def alone() -> str:
-    return told(plan_with(0))
+    return told(plan_with(none))
 
 
 def told(plan: Plan) -> str:
@@ -65,10 +66,10 @@ def told(plan: Plan) -> str:
 
 
 def test_plans_are_the_same_with_any_number_of_workers(solved_here: list[int]) -> None:
-    expected, at_first = told(plan_with(0)), len(solved_here)
+    expected, at_first = told(plan_with(none)), len(solved_here)
     for workers in (1, 3):
         solved_here.clear()
-        assert told(plan_with(workers)) == expected
+        assert told(plan_with(partial(int, workers))) == expected
         assert len(solved_here) < at_first  # workers solved the others
         assert not workers_left()
 
@@ -77,8 +78,8 @@ def test_a_search_goes_on_without_a_worker_that_is_killed(monkeypatch: pytest.Mo
     killed = list[int]()
     start = ahead.Ahead._start
 
-    def start_and_kill(self: ahead.Ahead) -> None:
-        start(self)
+    def start_and_kill(self: ahead.Ahead, missing: int) -> None:
+        start(self, missing)
         for process in workers_left():
             assert process.pid is not None
             os.kill(process.pid, signal.SIGKILL)
@@ -86,7 +87,7 @@ def test_a_search_goes_on_without_a_worker_that_is_killed(monkeypatch: pytest.Mo
             killed.append(process.pid)
 
     monkeypatch.setattr(ahead.Ahead, "_start", start_and_kill)
-    assert told(plan_with(2)) == alone()
+    assert told(plan_with(lambda: 2)) == alone()
     assert len(killed) == 2
 
 
@@ -96,21 +97,30 @@ def test_workers_end_with_a_search_that_fails(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(ahead.Ahead, "_take", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        plan_with(2)
+        plan_with(lambda: 2)
     assert not workers_left()
 
 
 def test_no_worker_starts_where_all_prices_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
     prices = Prices()
-    plan_with(0, prices)
+    plan_with(none, prices)
     stored = dict(prices.grown())
-    monkeypatch.setattr(ahead.Ahead, "_start", lambda _: pytest.fail("a worker starts"))
-    plan_with(3, Prices(recall=lambda _, key: stored.get(key)))
+    monkeypatch.setattr(ahead.Ahead, "_start", lambda *_: pytest.fail("a worker starts"))
+    plan_with(lambda: 3, Prices(recall=lambda _, key: stored.get(key)))
 
 
-def test_the_process_that_prepares_the_script_has_a_core(monkeypatch: pytest.MonkeyPatch) -> None:
-    for cores, idle in ((1, 0), (2, 0), (4, 2)):
+def test_workers_leave_busy_cores_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for cores, busy, idle in ((1, 2, 0), (2, 2, 0), (2, 1, 1), (4, 2, 2)):
         monkeypatch.setattr(ahead, "usable_cores", lambda cores=cores: cores)
-        assert ahead.idle_cores() == idle
+        assert ahead.idle_cores(busy) == idle
     with get_context("fork").Pool(1) as pool:
         assert pool.apply(ahead.idle_cores) == 0  # a daemon
+
+
+def test_a_worker_starts_once_a_core_is_idle(solved_here: list[int]) -> None:
+    left = iter([0] * 10)
+    expected, at_first = told(plan_with(none)), len(solved_here)
+    solved_here.clear()
+    found = plan_with(lambda: next(left, 1))
+    assert told(found) == expected
+    assert len(solved_here) < at_first
