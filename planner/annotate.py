@@ -187,6 +187,12 @@ def annotate(
     return Annotation(ops=MappingProxyType(works))
 
 
+def op_flops(op: Op, graph: Graph, axes: GraphAxes, *, batch: int) -> int:
+    """Return the FLOPs of an op's forward and backward."""
+    shapes, rule = LocalShapes(op, graph, axes.ops[op.name], batch=batch), rule_of(op.target)
+    return forward_flops(rule, shapes) + backward_flops(rule, shapes)
+
+
 class _Annotator:
     def __init__(self, graph: Graph, axes: GraphAxes, batch: int, precision: Precision) -> None:
         self.graph = graph

@@ -201,7 +201,7 @@ class Tensor:
 
     def expected_numel(self, batch: int) -> int:
         """Return the number of elements that prices assume."""
-        return round(self.numel.at(batch) * self.expected)
+        return round(prod(size.at(batch) for size in self.shape) * self.expected)
 
     @property
     def is_whole_numbered(self) -> bool:

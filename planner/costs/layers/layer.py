@@ -55,7 +55,7 @@ def layer_memory(
     deferred = sum(result_bytes(flow, one) for one in flow.ops if learned_elements(flow, one))
     memory = {}
     for mode in Recompute:
-        kept = saved_places(flow, mode)
+        kept = saved_places(flow, mode) if mode.runs_again else everything
         saved = _staying(flow, kept) if mode.is_on_host else kept
         again = sum(size for place, size in everything.items() if place not in saved)
         memory[mode] = LayerMemory(

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 
 from autopar.planner.axes.infer import GraphAxes
 from autopar.planner.costs.ops.case import LocalShapes, OpSplit, local_size
+from autopar.planner.costs.ops.fusion import Fusing
 from autopar.planner.graph.graph import Graph
 from autopar.planner.graph.layouts import Layout, LayoutKind
-from autopar.planner.graph.ops import MODEL_DTYPE, Op, refs
+from autopar.planner.graph.ops import MODEL_DTYPE, Op, TensorOrigin, refs
 from autopar.planner.precision import ITEM_BYTES, Kernels, Precision, item_bytes
 from autopar.planner.rules.rule import OpKind, Rule, SavedForBackward
 from autopar.planner.rules.signature import Concat, leaves
@@ -28,6 +29,7 @@ class TensorSizes:
         self._precision = precision
         self._wholes: dict[str, int] = {}
         self._parts: dict[tuple[str, Layout, int], int] = {}
+        self._pieces: dict[tuple[str, Layout], bool] = {}  # whether a part is one piece
 
     def elements(self, name: str, layout: Layout, degree: int) -> int:
         """Return a rank's number of elements of a tensor; its split axis has ⌈size ÷ degree⌉."""
@@ -68,9 +70,13 @@ class TensorSizes:
         """Whether a rank's part of a tensor is one piece of the whole tensor's memory."""
         if layout.kind is not LayoutKind.SPLIT:
             return True
-        *before, dim = self._dims[name][: layout.dim + 1]
-        first = next(leaves(dim)).name == layout.axis and not isinstance(dim, Concat)
-        return first and prod(local_size(one, self._batch) for one in before) == 1
+        key = name, layout
+        if key not in self._pieces:
+            *before, dim = self._dims[name][: layout.dim + 1]
+            first = next(leaves(dim)).name == layout.axis and not isinstance(dim, Concat)
+            is_one = first and prod(local_size(one, self._batch) for one in before) == 1
+            self._pieces[key] = is_one
+        return self._pieces[key]
 
     def _holds(self, name: str, axis: str) -> bool:
         return any(leaf.name == axis for dim in self._dims[name] for leaf in leaves(dim))
@@ -124,6 +130,15 @@ class TensorMemory:
         before, after = self._graph.tensors[op.inputs[0]], self._graph.tensors[op.outputs[0]]
         kinds = {before.dtype, after.dtype}
         return kinds <= {MODEL_DTYPE, "float32"} and not self._precision.is_half
+
+
+@dataclass(slots=True, kw_only=True)
+class FoundAlike:
+    """What the pricers of one model find alike, whatever their batch and device."""
+
+    fusings: dict[Kernels, Fusing] = field(default_factory=dict)
+    # what an op keeps if it is not compiled
+    uncompiled: dict[tuple[str, Kernels], tuple[str, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,3 +242,18 @@ def _applies(entry: SavedForBackward, op: Op, graph: Graph, kernels: Kernels) ->
         return True
     names = refs(dict(op.arguments).get(entry.needs))
     return any(graph.tensors[name].requires_grad for name in names)
+
+
+def summed_gradients(graph: Graph) -> frozenset[tuple[str, str]]:
+    """Return (op, tensor) of second and later uses of tensors: each adds its gradient to a sum."""
+    met: set[str] = set()
+    again: set[tuple[str, str]] = set()
+    for op in graph.ops:
+        if graph.learns(op):
+            for name in op.inputs:
+                tensor = graph.tensors[name]
+                if tensor.requires_grad and tensor.origin is TensorOrigin.OP:
+                    if name in met:
+                        again.add((op.name, name))
+                    met.add(name)
+    return frozenset(again)

@@ -25,7 +25,14 @@ from autopar.planner.costs.kernels.kernels import memory_seconds
 from autopar.planner.costs.kernels.rates import rates_of
 from autopar.planner.costs.ops.case import LocalShapes, OpCase, OpSeconds, OpSplit
 from autopar.planner.costs.ops.fusion import Fusing, Fusion, fused_seconds
-from autopar.planner.costs.ops.kept import KeptTensors, TensorSizes, made_by, names_kept
+from autopar.planner.costs.ops.kept import (
+    FoundAlike,
+    KeptTensors,
+    TensorSizes,
+    made_by,
+    names_kept,
+    summed_gradients,
+)
 from autopar.planner.costs.ops.measurements import (
     Host,
     Measurements,
@@ -67,9 +74,8 @@ _NUMBER_BYTES = 4  # the collectives inside split ops send fp32 numbers
 class OpPricer:
     """Prices the ops, tensors and conversions of a graph at one batch, precision and device.
 
-    `layers` are found if they are not passed. `fusings` is a cache that pricers of one graph share;
-    its key says whether the device is a CPU. If `compiles`, torch.compile fuses the ops of each
-    layer, and `float8` says how linear layers multiply.
+    `layers` are found if not passed. Pricers of one graph may share `alike`. If `compiles`,
+    torch.compile fuses the ops of each layer, and `float8` says how linear layers multiply.
     """
 
     stops_early = True  # a layer's recomputation stops at the last tensor that the backward needs
@@ -87,7 +93,7 @@ class OpPricer:
         layers: Layers | None = None,
         compiles: bool = False,
         float8: Float8 = Float8.NONE,
-        fusings: dict[bool, Fusing] | None = None,
+        alike: FoundAlike | None = None,
     ) -> None:
         self.graph = graph
         self.axes = axes
@@ -101,7 +107,7 @@ class OpPricer:
         self.kernels = Kernels(fused_dropout=not self.rates.is_cpu)
         self._measured = measured
         self._layers = layers
-        self._fusings = {} if fusings is None else fusings
+        self._alike = alike or FoundAlike()
         self._costs: dict[tuple[str, OpSplit | None], OpCost] = {}
         self._kept: dict[str, KeptTensors] = {}
         self._conversions: dict[tuple[Converted, bool, int, GroupShape], ConversionCost] = {}
@@ -110,9 +116,8 @@ class OpPricer:
     def host(self) -> Host:
         """The time to dispatch an op, measured if possible."""
         times = self._measured.host(self.device.name) if self._measured else None
-        if times is not None:
-            return measured_host(times, self.device.architecture)
-        return read_host(self.device.architecture)
+        own = self.device.architecture
+        return read_host(own) if times is None else measured_host(times, own)
 
     @cached_property
     def residence(self) -> Residence:
@@ -144,12 +149,12 @@ class OpPricer:
         """How torch.compile fuses ops of the layers that it compiles."""
         if not self.compiles:
             return Fusion()
-        key = self.rates.is_cpu
-        if key not in self._fusings:
+        key, known = self.kernels, self._alike.fusings
+        if key not in known:
             taken = (compiled_ops(one, self.graph) for one in self.layers.layers)
             root, kept = self.memory.root, self._kept_uncompiled
-            self._fusings[key] = Fusing(self.graph, taken, root=root, kept=kept)
-        return self._fusings[key].at(lambda name: self.sizes.tensor_bytes(name, WHOLE, 1))
+            known[key] = Fusing(self.graph, taken, root=root, kept=kept)
+        return known[key].at(lambda name: self.sizes.tensor_bytes(name, WHOLE, 1))
 
     @cached_property
     def float8_ops(self) -> Mapping[str, bool]:
@@ -228,8 +233,7 @@ class OpPricer:
         return self._kept[op.name]
 
     def _found_kept(self, op: Op) -> KeptTensors:
-        rule, names = rule_of(op.target), self._kept_uncompiled(op)
-        names = self.fusion.saved.get(op.name, names)
+        rule, names = rule_of(op.target), self._names_kept(op)
         return KeptTensors(
             tensors=tuple(dict.fromkeys(map(self.memory.root, names))),
             names=names,
@@ -239,10 +243,18 @@ class OpPricer:
             shapes=lambda split: self.shapes(op, split),
         )
 
+    def _names_kept(self, op: Op) -> tuple[str, ...]:
+        """Return the operands and results that an op keeps."""
+        saved = self.fusion.saved
+        return saved[op.name] if op.name in saved else self._kept_uncompiled(op)
+
     def _kept_uncompiled(self, op: Op) -> tuple[str, ...]:
         """Return the operands and results that an op keeps if it is not compiled."""
-        names = names_kept(op, rule_of(op.target), graph=self.graph, kernels=self.kernels)
-        return tuple(dict.fromkeys(filter(self._is_activation, names)))
+        key, known = (op.name, self.kernels), self._alike.uncompiled
+        if key not in known:
+            names = names_kept(op, rule_of(op.target), graph=self.graph, kernels=self.kernels)
+            known[key] = tuple(dict.fromkeys(filter(self._is_activation, names)))
+        return known[key]
 
     def is_kept(self, root: str) -> bool:
         """Whether an op of any layer keeps this memory, without recomputation."""
@@ -362,22 +374,11 @@ class OpPricer:
 
     @cached_property
     def _all_kept(self) -> frozenset[str]:
-        return frozenset(root for op in self.graph.ops for root in self.kept(op).tensors)
+        return frozenset(self.memory.root(x) for op in self.graph.ops for x in self._names_kept(op))
 
     @cached_property
     def _summed(self) -> frozenset[tuple[str, str]]:
-        """(op, tensor) of second and later uses of tensors: each adds its gradient to a sum."""
-        met: set[str] = set()
-        again: set[tuple[str, str]] = set()
-        for op in self.graph.ops:
-            if self.graph.learns(op):
-                for name in op.inputs:
-                    tensor = self.graph.tensors[name]
-                    if tensor.requires_grad and tensor.origin is TensorOrigin.OP:
-                        if name in met:
-                            again.add((op.name, name))
-                        met.add(name)
-        return frozenset(again)
+        return summed_gradients(self.graph)
 
     def _gradient_sums(self, op: Op, split: OpSplit | None) -> float:
         """Return the seconds to add gradients of tensors with several uses: 2 reads and a write."""

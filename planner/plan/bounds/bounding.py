@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from enum import IntEnum
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import product
 from math import inf
 
@@ -63,7 +63,7 @@ _ENDLESS: Rooms = ((StageRoom(in_flight=1, size_bytes=1e30),),)
 _NEVER = FittingBounds(
     recompute_seconds=float("inf"),
     bottleneck_seconds=float("inf"),
-    capacities=RankCapacities(ranks=()),
+    capacities=lambda: RankCapacities(ranks=()),
 )
 
 
@@ -218,7 +218,7 @@ class Bounds:
         return FittingBounds(
             recompute_seconds=again,
             bottleneck_seconds=slowest,
-            capacities=rank_capacities(shared, room),
+            capacities=partial(rank_capacities, shared, room),
         )
 
     def _room(self, arrangement: Arrangement, facts: LayoutFacts, ranks: Rooms) -> PipelineRoom:

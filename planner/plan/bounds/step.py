@@ -10,7 +10,7 @@ for a microbatch, and Σ that of all ranks together.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.planner.costs.prediction import Arrangement, LayerCost, Modes, Recompute
@@ -53,7 +53,7 @@ class FittingBounds:
 
     recompute_seconds: float
     bottleneck_seconds: float
-    capacities: RankCapacities
+    capacities: Callable[[], RankCapacities]  # few schedules ask for them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,8 +197,12 @@ class StepBound:
         forward = self.data.forward(mode.forward_seconds, one)
         backward = self.data.backward(mode.backward_seconds, one)
         computing = mode.seconds + repeated.more_seconds + self.data.gradients(gradients, tensors)
-        return replace(
-            mode, forward_seconds=forward, backward_seconds=max(backward, computing - forward)
+        return Mode(
+            forward_seconds=forward,
+            backward_seconds=max(backward, computing - forward),
+            weight_gradient_seconds=mode.weight_gradient_seconds,
+            saved_bytes=mode.saved_bytes,
+            transient_bytes=mode.transient_bytes,
         )
 
     def _is_waiting(self, repeated: LayerBlock) -> bool:
@@ -331,8 +335,9 @@ class StepBound:
         ]
         recomputed = fitting.recompute_seconds / again if again else 0.0
 
+        least = fitting.capacities().least
+
         def waiting(slowest: float) -> float:
-            least = fitting.capacities.least
             return least(weights, repeated.count, within_seconds=slowest) + again * least(
                 behind, min(recomputed, repeated.count), within_seconds=slowest
             )

@@ -178,7 +178,7 @@ class Explorer:
             demands=demands_of(subject, cluster, constraints),
             constants=framework_constants((node.device for node in cluster.nodes), measured),
         )
-        flops = model_flops(subject, constraints.global_batch, constraints.precision)
+        flops = model_flops(subject, constraints.global_batch)
         self.solver = ArrangementSolver(questions=questions, model_flops=flops)
         self.bounds = Bounds(questions, self.objective)
         self.solved: set[Arrangement] = set()  # some are solved again, to find a simpler plan
@@ -236,11 +236,8 @@ class Explorer:
 
     def roots(self) -> list[SearchNode[SearchItem]]:
         """Return the points with their bounds."""
-        bound = self.bounds.of_point
-        return [
-            SearchNode(bound=bound(one), rank=simplicity(one), item=SearchPoint(one))
-            for one in self.points
-        ]
+        points, bound = self.points, self.bounds.of_point
+        return [SearchNode(bound=bound(x), rank=simplicity(x), item=SearchPoint(x)) for x in points]
 
     def _is_enough(self, passed: int) -> bool:
         """Whether the best is proved, and there are runners-up to compare it with.

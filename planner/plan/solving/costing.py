@@ -10,7 +10,7 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from autopar.planner.annotate import annotate
+from autopar.planner.annotate import op_flops
 from autopar.planner.axes.infer import GraphAxes
 from autopar.planner.cluster.cluster import Cluster, Device
 from autopar.planner.cluster.shape import (
@@ -112,7 +112,7 @@ class PriceBook:
                 layers=self.subject.layers,
                 compiles=compile_ is Compile.LAYERS,
                 float8=self.float8,
-                fusings=self.prices.fusings,
+                alike=self.prices.alike,
             )
         return pricers[key]
 
@@ -287,8 +287,7 @@ class PriceBook:
         """Return a layer's costs; modes on the host cost as `none` if recomputing is as fast."""
         if self.host_saving is not HostSaving.IF_FASTER:
             return costs
-        here = [one for one in costs if one.runs_again and not one.is_on_host]
-        again = max(costs[mode].backward_seconds for mode in here)
+        again = max(costs[x].backward_seconds for x in costs if x.runs_again and not x.is_on_host)
         is_first = inside.tensor == 1  # with tensor ranks, `_links` has decided it
         slow = {one for one, own in costs.items() if is_first and own.backward_seconds >= again}
         closed = [one for one in Recompute if one.is_on_host and (one.runs_again or one in slow)]
@@ -349,12 +348,15 @@ def slowest_device(cluster: Cluster) -> Device:
     return min((node.device for node in cluster.nodes), key=half_peak)
 
 
-def model_flops(subject: SearchSubject, global_batch: int, precision: Precision) -> int:
-    """Return the FLOPs of a step, without recomputation."""
-    batch = subject.graph.fixed_batch or 1
-    done = annotate(subject.graph, subject.axes, batch=batch, precision=precision)
-    total = done.total(subject.graph.ops)
-    return (total.forward_flops + total.backward_flops) * global_batch // batch
+def model_flops(subject: SearchSubject, global_batch: int) -> int:
+    """Return the FLOPs of a step, without recomputation; equal layers have equally many."""
+    batch, layers = subject.graph.fixed_batch or 1, subject.layers
+    flops = sum(
+        len(one.layers) * op_flops(op, subject.graph, subject.axes, batch=batch)
+        for one in layers.classes
+        for op in layers.layers[one.layers[0]].ops
+    )
+    return flops * global_batch // batch
 
 
 _GREATEST = (

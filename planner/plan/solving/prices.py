@@ -11,7 +11,7 @@ from typing import Any
 
 from autopar.planner.cluster.cluster import Device
 from autopar.planner.cluster.shape import GroupShape, RowShare
-from autopar.planner.costs.ops.fusion import Fusing
+from autopar.planner.costs.ops.kept import FoundAlike
 from autopar.planner.costs.ops.pricer import OpPricer
 from autopar.planner.costs.prediction import Compile, Modes
 from autopar.planner.plan.declared.constraints import HostSaving
@@ -187,7 +187,7 @@ class Prices:
 
     recall: Callable[[type[Any], LayoutKey | LeastKey], Any] = _nothing
     pricers: dict[tuple[RowShare, Compile], OpPricer] = field(default_factory=dict)
-    fusings: dict[bool, Fusing] = field(default_factory=dict)  # by whether the device is a CPU
+    alike: FoundAlike = field(default_factory=FoundAlike)
     ways: dict[str, Ways] = field(default_factory=dict)  # of each op
     by_key: dict[LayoutKey, LayoutPrices] = field(default_factory=dict)
     _least: dict[LeastKey, LeastTimes] = field(default_factory=dict)
