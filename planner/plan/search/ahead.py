@@ -18,6 +18,7 @@ from itertools import chain, zip_longest
 from multiprocessing import current_process, get_context
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from types import TracebackType
 from typing import TypeAlias
 
@@ -53,6 +54,15 @@ def none() -> int:
 def idle_cores(busy: int = 1) -> int:
     """Return the cores that are left for workers beside busy ones; 0 where none can be forked."""
     return max(0, usable_cores() - busy) if may_fork() else 0
+
+
+def free_cores() -> int:
+    """Return the cores of the machine on which nothing runs at this moment.
+
+    Beside other programs the search would wait for workers longer than it takes itself.
+    """
+    running = Path("/proc/loadavg").read_text(encoding="ascii").split()[3].partition("/")[0]
+    return (os.cpu_count() or 1) - int(running)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,8 +135,9 @@ class Ahead:
             task = worker.task
             if task is not None and (_is_needed(task, due) or worker.pipe.poll()):
                 self._take(worker)
-        if self._prices.have_grown:
-            self._start(min(self._idle(), MOST_WORKERS) - self._started)
+        missing = min(self._idle(), MOST_WORKERS) - self._started
+        if missing > 0 and self._prices.have_grown:
+            self._start(min(missing, free_cores()))
         self._given.add(due)
         busy = {worker.task.layouts for worker in self._workers if worker.task} | {due.layouts}
         idle = [worker for worker in self._workers if worker.task is None]

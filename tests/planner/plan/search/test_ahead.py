@@ -28,6 +28,7 @@ from tests.planner.plan.searches import declared
 @pytest.fixture(autouse=True)
 def may_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ahead, "MOST_WORKERS", 7)
+    monkeypatch.setattr(ahead, "free_cores", lambda: 7)
 
 
 @pytest.fixture
@@ -115,6 +116,14 @@ def test_workers_leave_busy_cores_alone(monkeypatch: pytest.MonkeyPatch) -> None
         assert ahead.idle_cores(busy) == idle
     with get_context("fork").Pool(1) as pool:
         assert pool.apply(ahead.idle_cores) == 0  # a daemon
+
+
+def test_no_worker_starts_beside_other_programs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ahead, "free_cores", lambda: 0)
+    monkeypatch.setattr(ahead, "_SearchWorker", lambda *_: pytest.fail("a worker starts"))
+    assert told(plan_with(lambda: 3)) == alone()
 
 
 def test_a_worker_starts_once_a_core_is_idle(solved_here: list[int]) -> None:
