@@ -224,9 +224,8 @@ def layer_costs(
     memory = layer_memory(flow, chunking)
     own = layer_parameters(flow, parameters, shared)
     output_bytes = _output_bytes(flow, outside)
-    costs = {
-        mode: _cost(flow, mode, memory[mode], own, output_bytes=output_bytes) for mode in Recompute
-    }
+    plain = _cost(flow, memory[Recompute.NONE], own, output_bytes=output_bytes)
+    costs = {mode: _in_mode(flow, plain, mode, memory[mode]) for mode in Recompute}
     for mode in filter(lambda one: one.is_on_host, Recompute):
         cost = costs[mode] if host_bytes_per_second else costs[Recompute.NONE]
         if host_bytes_per_second:
@@ -252,38 +251,42 @@ def layer_costs(
 
 
 def _cost(
-    flow: LayerFlow,
-    mode: Recompute,
-    memory: LayerMemory,
-    own: LayerParameters,
-    *,
-    output_bytes: int,
+    flow: LayerFlow, memory: LayerMemory, own: LayerParameters, *, output_bytes: int
 ) -> LayerCost:
-    again = recomputed_ops(flow, mode)
-    recompute = _forward(flow, again) if mode.runs_again else 0.0
+    """Return the cost of a layer of which nothing runs again."""
     whole, host = Recomputed(ops=flow.ops, conversions=flow.conversions), flow.pricer.host
     return LayerCost(
         forward_seconds=_forward(flow, whole),
-        backward_seconds=_backward(flow) + recompute,
+        backward_seconds=_backward(flow),
         weight_gradient_seconds=sum(one.cost.weight_gradient_seconds for one in flow.ops),
         communication_seconds=_forward_wire(flow.ops, flow.conversions)
-        + sum(c.cost.backward_communication_seconds for c in flow.conversions)
-        + _forward_wire(again.ops, again.conversions),
-        recompute_seconds=recompute,
-        saved_bytes=memory.saved_bytes,
-        transient_bytes=memory.transient_bytes,
-        learning_bytes=memory.learning_bytes,
-        learned_gradient_bytes=memory.learned_gradient_bytes,
-        deferred_bytes=memory.deferred_bytes,
-        host_saved_bytes=memory.host_saved_bytes,
+        + sum(c.cost.backward_communication_seconds for c in flow.conversions),
+        recompute_seconds=0.0,
         output_bytes=output_bytes,
+        **{one.name: getattr(memory, one.name) for one in fields(memory)},
         **{one.name: getattr(own, one.name) for one in fields(own)},
-        measured_seconds=_measured(flow, again.ops),
+        measured_seconds=_measured(flow, ()),
         statistics=Statistics(
             norms=tuple(_channels(flow, flow.ops)),
-            again=tuple(_channels(flow, again.ops)),
+            again=(),
             dispatch_seconds=0.0 if host.runs_ahead else host.forward_seconds,
         ),
+    )
+
+
+def _in_mode(flow: LayerFlow, plain: LayerCost, mode: Recompute, memory: LayerMemory) -> LayerCost:
+    """Return the cost of a layer in a mode, from its cost if nothing runs again."""
+    again = recomputed_ops(flow, mode)
+    recompute = _forward(flow, again) if mode.runs_again else 0.0
+    wire = _forward_wire(again.ops, again.conversions)
+    return replace(
+        plain,
+        backward_seconds=plain.backward_seconds + recompute,
+        communication_seconds=plain.communication_seconds + wire,
+        recompute_seconds=recompute,
+        **{one.name: getattr(memory, one.name) for one in fields(memory)},
+        measured_seconds=_measured(flow, again.ops) if again.ops else plain.measured_seconds,
+        statistics=replace(plain.statistics, again=tuple(_channels(flow, again.ops))),
     )
 
 
