@@ -30,7 +30,7 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensor
 
-from autopar.planner.model.functions import loaded_sources
+from autopar.planner.model.functions import has_hooks, loaded_sources
 
 PLAIN = (int, float, complex, str, bytes, type(None), itertools.count)
 # compared by repr: nan != nan, and itertools.count compares by identity
@@ -47,6 +47,7 @@ _PYTHON_ATTRIBUTES = frozenset(
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 _ITERATOR_MODULES = ("builtins", "itertools")  # modules whose iterators may hold other objects
 _CACHED = type(cache(int))
+_OF_TORCH = "torch.nn.modules."
 ABSENT = object()
 
 
@@ -159,6 +160,17 @@ def state_scope(path: Path, model: nn.Module | None = None) -> StateScope:
     modules = {} if model is None else dict(model.named_modules())
     classes = {kind for module in modules.values() for kind in type(module).__mro__}
     return StateScope(files=tuple(loaded_sources(path, classes)), modules=modules)
+
+
+def runs_torch_alone(module: nn.Module) -> bool:
+    """Whether a call of a module runs no code but torch's, which changes no globals of files."""
+    return all(
+        type(one).__module__.startswith(_OF_TORCH)
+        and str(type(one).forward.__module__).startswith(_OF_TORCH)
+        and not has_hooks(one)
+        and not any(map(callable, vars(one).values()))  # an activation, a forward of its own
+        for one in module.modules()
+    )
 
 
 class _StateWalk:

@@ -122,6 +122,16 @@ def call_key(structure: Hashable, leaves: Sequence[Any], spec: Any) -> Hashable 
     return (structure, str(spec), tuple(parts)) if positions else None
 
 
+def attribute_ids(module: nn.Module) -> Hashable:
+    """Return the identities of a module's attributes, including its children's."""
+    return tuple(
+        (id(one), name, tuple(map(id, pytree.tree_leaves(value))))
+        for one in module.modules()
+        for name, value in vars(one).items()
+        if name not in BOOKKEEPING
+    )
+
+
 def _leaf(
     leaf: TensorForm | int | Plain, inputs: Sequence[Any], fresh: Iterator[torch.Tensor]
 ) -> Any:

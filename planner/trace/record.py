@@ -18,9 +18,9 @@ from __future__ import annotations
 import inspect
 import sys
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Set
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import wraps
 from typing import Any
 from unittest.mock import patch
@@ -39,9 +39,20 @@ from autopar.planner.graph.ops import (
     StateChange,
 )
 from autopar.planner.model.functions import has_backward_hooks, has_hooks, plain_functions
-from autopar.planner.model.outside import StateScope, StateSnapshot, StateValue
+from autopar.planner.model.outside import (
+    StateScope,
+    StateSnapshot,
+    StateValue,
+    runs_torch_alone,
+)
 from autopar.planner.trace.build import Loss
-from autopar.planner.trace.fold import BOOKKEEPING, Template, call_key, repeated_blocks, template_of
+from autopar.planner.trace.fold import (
+    Template,
+    attribute_ids,
+    call_key,
+    repeated_blocks,
+    template_of,
+)
 from autopar.planner.trace.traps import assigned_buffers_written, left_by_call
 
 TENSOR = object()  # stands for a tensor among the leaves of a border
@@ -76,6 +87,7 @@ class TraceRecording:
 
     outside: StateScope
     blocks: Mapping[str, Hashable]
+    of_torch: Set[str]  # paths of modules whose calls run torch's code alone
     counts: Counter[str] = field(default_factory=Counter)
     open_calls: list[str] = field(default_factory=list)
     paths: dict[str, str] = field(default_factory=dict)
@@ -120,7 +132,14 @@ class TraceRecording:
 
     def seen_by(self, call: str) -> StateSnapshot:
         """Return a snapshot of the Python state that a call may change."""
-        return self.outside.around(self.paths[call]).snapshot()
+        path = self.paths[call]
+        scope = self.outside.around(path)
+        return (replace(scope, files=()) if path in self.of_torch else scope).snapshot()
+
+    def fold_key(self, path: str, leaves: list[Any], spec: Any) -> Hashable | None:
+        """Return the key of a call whose template may be replayed for an equal one, or None."""
+        structure = self.blocks.get(path)
+        return None if structure is None else call_key(structure, leaves, spec)
 
     def state_change(self, call: str) -> StateChange:
         """Return whether a call changed Python state, and whether the change outlives the step."""
@@ -129,15 +148,6 @@ class TraceRecording:
             return StateChange.NOTHING
         stays = all(one.is_content or one.comparable in self.at_end for one in changed)
         return StateChange.BEHIND if stays else StateChange.FOR_A_WHILE
-
-    def attribute_ids(self, call: str) -> Hashable:
-        """Return the identities of a module's attributes, including its children's."""
-        return tuple(
-            (id(module), name, tuple(map(id, pytree.tree_leaves(value))))
-            for module in self.modules[self.paths[call]].modules()
-            for name, value in vars(module).items()
-            if name not in BOOKKEEPING
-        )
 
     def note_gradient(self, use: GradientUse, how: str, where: str) -> None:
         """Record how the innermost call, or the loss, uses gradients: each use once per call."""
@@ -170,7 +180,8 @@ def recorded(model: nn.Module, outside: StateScope, *, fold: bool) -> Iterator[T
     names = {path: _CALL if has_hooks(module) else "forward" for path, module in modules.items()}
     own = {path: module.__dict__.get(names[path]) for path, module in modules.items()}
     blocks = repeated_blocks(model) if fold else {}
-    recording = TraceRecording(outside=outside, blocks=blocks)
+    of_torch = {path for path, module in modules.items() if runs_torch_alone(module)}
+    recording = TraceRecording(outside=outside, blocks=blocks, of_torch=of_torch)
     with _functions_recorded(recording), plain_functions_noted(recording):
         _RECORDINGS.append(recording)
         try:
@@ -235,13 +246,15 @@ def _noting_call(
         if has_backward_hooks(module):
             where = f"module {path or '(root)'}"
             recording.note_gradient(GradientUse.CHANGED, _BACKWARD_HOOK, where)
-        before = recording.seen_by(key)
+        folded = recording.fold_key(path, leaves, spec)
+        template = recording.templates.get(folded)
         try:
-            with assigned_buffers_written(module, path):
-                result = _run_or_replay(recording, key, original, args, kwargs)
+            if template is None:
+                result = _run(recording, key, folded, original, (args, kwargs))
+            else:  # runs nothing, and so changes no state
+                result = _replayed(recording, key, template, leaves)
         finally:
             recording.open_calls.pop()
-        recording.changed_state[key] = left_by_call(before, recording.seen_by(key))
         seen = pytree.tree_flatten(_with_fields(result))
         recording.results[key] = _mark(torch.ops.autopar.leave, *seen, key)
         return result
@@ -316,31 +329,40 @@ def _noting(
     return noting
 
 
-def _run_or_replay(
-    recording: TraceRecording, call: str, function: Callable[..., Any], args: Any, kwargs: Any
+def _replayed(recording: TraceRecording, call: str, template: Template, leaves: list[Any]) -> Any:
+    recording.replays[call] = template
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    return template.result(leaves, iter(torch.ops.autopar.replay(tensors, call)))
+
+
+_Given = tuple[tuple[Any, ...], dict[str, Any]]  # args and kwargs
+
+
+def _run(
+    recording: TraceRecording,
+    call: str,
+    folded: Hashable,
+    forward: Callable[..., Any],
+    given: _Given,
 ) -> Any:
-    structure = recording.blocks.get(recording.paths[call])
-    if structure is None:
-        return function(*args, **kwargs)
-    leaves, spec = pytree.tree_flatten((args, kwargs))
-    key = call_key(structure, leaves, spec)
-    template = recording.templates.get(key)
-    if template is not None:
-        recording.replays[call] = template
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        return template.result(leaves, iter(torch.ops.autopar.replay(tensors, call)))
-    before, seen = recording.attribute_ids(call), recording.seen_by(call)
-    result = function(*args, **kwargs)
-    made = template_of(call, leaves, result)
-    # A block that stores tensors elsewhere than in its result (in a list, in an attribute such as
-    # `self.aux_loss`) must run each time: a replay would not store them.
-    leaves_after, _ = pytree.tree_flatten((args, kwargs))
-    is_pure = before == recording.attribute_ids(call) and not seen.changes_to(
-        recording.seen_by(call)
-    )
-    is_pure &= list(map(id, leaves)) == list(map(id, leaves_after))
-    if key is not None and made is not None and is_pure:
-        recording.templates[key] = made
+    """Run a call, and record what it changes; if it has a key `folded`, it may become a template.
+
+    A block that stores tensors elsewhere than in its result (in a list, in an attribute such as
+    `self.aux_loss`) becomes none and runs each time: a replay would not store them.
+    """
+    path = recording.paths[call]
+    module, before = recording.modules[path], recording.seen_by(call)
+    leaves = pytree.tree_leaves(given)
+    attributes = None if folded is None else attribute_ids(module)
+    with assigned_buffers_written(module, path):
+        result = forward(*given[0], **given[1])
+        made = None if folded is None else template_of(call, leaves, result)
+        if made is not None and attributes == attribute_ids(module):
+            leaves_after = pytree.tree_leaves(given)
+            is_untouched = list(map(id, leaves)) == list(map(id, leaves_after))
+            if is_untouched and not before.changes_to(recording.seen_by(call)):
+                recording.templates[folded] = made
+    recording.changed_state[call] = left_by_call(before, recording.seen_by(call))
     return result
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from autopar.planner.model.outside import StateScope
+from autopar.planner.model.outside import StateScope, runs_torch_alone
 
 SOURCE = """
 import itertools
@@ -173,9 +173,10 @@ def test_what_a_function_has_cached_is_forgotten(file: Any) -> None:
 
 
 def test_another_tensor_is_no_other_number(file: Any) -> None:
+    fake = torch._subclasses.FakeTensorMode().from_tensor(torch.zeros(2))  # sets a variable
     outside = StateScope(files=(file,))
     before = outside.snapshot()
-    file.NAMED["cache"] = torch._subclasses.FakeTensorMode().from_tensor(torch.zeros(2))
+    file.NAMED["cache"] = fake
     assert before.changes_to(outside.snapshot()) == {"NAMED['cache'] of state.py": False}
 
 
@@ -221,6 +222,31 @@ def test_a_call_of_a_module_reaches_what_is_in_it_and_around_it() -> None:
     outside = StateScope(files=(), modules=dict(model.named_modules()))
     assert list(outside.around("a.0").modules) == ["", "a", "a.0", "a.0.linear"]
     assert outside.around("").modules == outside.modules
+
+
+def hooked(module: nn.Module) -> nn.Module:
+    module.register_forward_hook(lambda *_: None)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("module", "is_torchs"),
+    [
+        (nn.Linear(2, 2), True),
+        (nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), True),
+        (nn.MultiheadAttention(2, 1), True),
+        (nn.Sequential(nn.Linear(2, 2), Part()), False),
+        (nn.TransformerEncoderLayer(2, 1, activation=lambda x: x), False),
+        (hooked(nn.Linear(2, 2)), False),
+        (nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)), False),
+    ],
+)
+def test_code_of_torch_alone_is_told_from_code_of_others(
+    module: nn.Module, is_torchs: bool
+) -> None:
+    assert runs_torch_alone(module) is is_torchs
+    module.forward = lambda: None
+    assert not runs_torch_alone(module)
 
 
 def test_objects_of_libraries_and_data_are_not_looked_into(file: Any) -> None:
