@@ -58,15 +58,29 @@ PRELOADED = (
 FREEZE, UNFREEZE, FREEZE_COUNT = gc.freeze, gc.unfreeze, gc.get_freeze_count
 
 
+MANY_OBJECTS = 20_000
+
+
 def freeze_for_good() -> None:
     """Keep the collector of garbage from ever looking through the objects that exist now.
 
     There are hundreds of thousands of them, of torch and transformers. The product freezes objects
-    for a while where it records a model or trains. Here it freezes none: garbage would be among
-    them and would stay, with thousands of classes of models, through which torch looks per trace.
+    for a while where it records a model or trains, and looks through the others. Here they are
+    frozen for good as soon as there are many, such as those of a library that a test has imported.
     """
     FREEZE()
-    vars(gc).update(freeze=lambda: None, unfreeze=lambda: None, get_freeze_count=lambda: 1)
+    vars(gc).update(freeze=_freeze_many, unfreeze=lambda: None, get_freeze_count=lambda: 1)
+
+
+def _freeze_many() -> None:
+    """Freeze the objects that exist if there are many of them.
+
+    Garbage goes first: frozen, it would stay, with thousands of classes of models, through which
+    torch looks per trace.
+    """
+    if len(gc.get_objects()) > MANY_OBJECTS:
+        gc.collect()
+        FREEZE()
 
 
 class RankError(AssertionError):
