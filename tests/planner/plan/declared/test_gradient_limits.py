@@ -13,7 +13,7 @@ from autopar.planner.plan.declared.limits import gradient_words, with_own_gradie
 from tests.planner.plan.searches import declared
 from tests.planner.subjects import zoo_graph
 
-GRAPH, FREE = zoo_graph("gpt2.py"), declared(global_batch=8)
+FREE = declared(global_batch=8)
 EVERY = FREE.zero_levels
 LAYER, ROOT = "transformer.h.0", ""
 
@@ -35,12 +35,13 @@ def own(use: GradientUse, call: str) -> OwnGradient:
 def test_what_a_model_does_with_gradients_limits_a_plan(
     use: GradientUse, call: str, limits: tuple[Any, ...]
 ) -> None:
-    found = with_own_gradients(FREE, replace(GRAPH, own_gradients=(own(use, call),)))
+    graph = replace(zoo_graph("gpt2.py"), own_gradients=(own(use, call),))
+    found = with_own_gradients(FREE, graph)
     assert (found.max_tensor, found.max_pipeline, found.zero_levels) == limits
 
 
 def test_a_model_that_leaves_gradients_alone_has_every_plan() -> None:
-    assert with_own_gradients(FREE, GRAPH) is FREE
+    assert with_own_gradients(FREE, zoo_graph("gpt2.py")) is FREE
 
 
 def test_it_is_said_what_the_model_does_and_where() -> None:
