@@ -13,7 +13,7 @@ import tempfile
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -309,6 +309,9 @@ def _sources_of(view: View, ops: SavingOps, names: Mapping[int, str]) -> tuple[s
     return tuple(sorted(names[memory] for memory in read & names.keys()))
 
 
+_Function = Callable[..., Any]
+
+
 @contextmanager
 def _catching() -> Iterator[list[_Caught]]:
     """Intercept calls of safetensors' save function, under every name that modules import it as."""
@@ -326,21 +329,19 @@ def _catching() -> Iterator[list[_Caught]]:
     def save(*_: Any, **__: Any) -> None:
         raise TypeError("it writes weights by torch.save, not by safetensors")
 
-    with _replaced(safetensors.torch.save_file, save_file), _replaced(torch.save, save):
+    with _replaced({safetensors.torch.save_file: save_file, torch.save: save}):
         yield found
 
 
 @contextmanager
 def _as_one_process() -> Iterator[None]:
     """Make libraries act as in a single process, because only the first rank would write files."""
-    answers: tuple[tuple[Callable[..., Any], int], ...] = (
-        (dist.is_initialized, False),
-        (dist.get_rank, 0),
-        (dist.get_world_size, 1),
-    )
-    with ExitStack() as replaced:
-        for function, answer in answers:
-            replaced.enter_context(_replaced(function, partial(_answered, answer)))
+    answers: dict[_Function, int] = {
+        dist.is_initialized: False,
+        dist.get_rank: 0,
+        dist.get_world_size: 1,
+    }
+    with _replaced({old: partial(_answered, answer) for old, answer in answers.items()}):
         yield
 
 
@@ -349,21 +350,26 @@ def _answered(answer: int, *_: Any, **__: Any) -> int:
 
 
 @contextmanager
-def _replaced(old: Callable[..., Any], new: Callable[..., Any]) -> Iterator[None]:
-    """Replace a function in all modules; restore it afterwards, also in modules imported inside."""
-    _replace(old, new)
+def _replaced(new: Mapping[_Function, _Function]) -> Iterator[None]:
+    """Replace functions in all modules, and restore them, also in modules imported inside."""
+    old = {one: function for function, one in new.items()}
+    _replace(new)
     try:
         yield
     finally:
-        _replace(new, old)
+        _replace(old)
 
 
-def _replace(old: Callable[..., Any], new: Callable[..., Any]) -> None:
+def _replace(functions: Mapping[_Function, _Function]) -> None:
+    """Replace functions under all names that modules have for them."""
+    by_id = {id(old): new for old, new in functions.items()}
     for module in list(sys.modules.values()):
         own = getattr(module, "__dict__", {})
+        if by_id.keys().isdisjoint(map(id, own.values())):  # nearly all modules
+            continue
         for name, value in list(own.items()):
-            if value is old:
-                own[name] = new
+            if id(value) in by_id:
+                own[name] = by_id[id(value)]
 
 
 @contextmanager
