@@ -9,6 +9,7 @@ from autopar.codegen.forward.opening.opener import may_read_parts
 from autopar.codegen.forward.reading.forward_source import as_tuple, is_mapping, pairs
 from autopar.codegen.forward.reading.modules import (
     Imported,
+    functions_at,
     is_free,
     is_number,
     named_functions,
@@ -315,8 +316,8 @@ def _target(unit: str, body: AvailableValues) -> SourceForm:
         if body.owner.within(record.path) is None:
             raise PrintAgainError.for_module(record.path, body.scope)
         return SourceForm(tuple(body.owner.path(record.path).parts))
-    owner = body.split.modules.get(record.path.rpartition("/")[0])
-    if owner is None or all(one.name != record.class_name for one in owner.functions):
+    known = functions_at(record.path.rpartition("/")[0], body.split.modules)
+    if all(one.name != record.class_name for one in known):
         raise unnamed_function(record, body.tree.ops[unit][0])
     return SourceForm((f"{record.class_name}.apply",))
 

@@ -123,7 +123,7 @@ def printed_loss(opening: Opening) -> str:
     builder = _builder_with_outputs(opening)
     bind_batch(builder)
     for op in opening.tree.ops[LOSS]:
-        if op.call == LOSS:
+        if opening.tree.is_of_loss(op):
             builder.add(op)
     body = builder.body(builder.value(opening.split.graph.loss, WHOLE))
     return _function_of_outputs("split_loss", builder, body, returns="Tensor", what="loss")

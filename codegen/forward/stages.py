@@ -72,7 +72,7 @@ def printed_stages(opening: Opening, places: Mapping[str, int]) -> tuple[StageCl
 def _keeps_signature(opening: Opening) -> bool:
     """Whether the root keeps its signature: its result is plain, and it needs no loss weights."""
     graph, weighed = opening.split.graph, opening.split.weighed
-    weighs = any(op.name in weighed and op.call != LOSS for op in graph.ops)
+    weighs = any(op.name in weighed and not opening.tree.is_of_loss(op) for op in graph.ops)
     adds_loss = weighs or (LOSS in opening.opened and bool(opening.tree.hidden(LOSS)))
     return is_plain(graph.calls[ROOT].result) and not adds_loss
 

@@ -279,10 +279,27 @@ class _LossReader:
         rule = rule_out_of_place(op.target)  # in-place ops behave like their out-of-place forms
         if rule.kind is OpKind.NEW:
             return Follows.ALIKE
+        if self._has_own_gradients(op):
+            return Follows.MEETS
         if rule.kind is OpKind.GRADIENT:  # contributions of rows are summed
             of = {self.follows[name] for name in refs(op.argument("outputs"))}
             return Follows.SUM if of <= {Follows.ROWS, Follows.SUM} else Follows.MEETS
         return self._of_rows(op, rule) if Follows.ROWS in kinds else self._of_numbers(op, rule)
+
+    def _has_own_gradients(self, op: Op) -> bool:
+        """Whether an op is in an autograd Function whose backward alone reads rows.
+
+        Its gradient for these rows may depend on their number, whatever weighs the loss.
+        """
+        index = self.graph.index
+        for key in index.around(op.call):
+            call = self.graph.calls[key]
+            for name in refs(call.arguments) if call.is_function else ():
+                is_read = any(key in index.around(one.call) for one in index.readers[name])
+                learns = name in self.follows and self.graph.tensors[name].requires_grad
+                if learns and not is_read and self.follows[name] is Follows.ROWS:
+                    return True
+        return False
 
     def _of_rows(self, op: Op, rule: Rule) -> Follows:
         arguments = dict(op.arguments)

@@ -108,9 +108,9 @@ class Opening:
     def unit(self, op: Op, scope: str) -> str | None:
         """Return the call, made by the code of `scope`, that runs an op; None if none does."""
         chain = self.tree.chain(op)
-        if scope not in chain:  # the loss is printed after the model's own code
-            return None
-        below = chain[chain.index(scope) + 1 :]
+        # the loss may be printed after the model's own code, and call autograd Functions there
+        place = chain.index(scope) if scope in chain else chain.index(LOSS)
+        below = chain[place + 1 :]
         return next((call for call in below if call not in self.inlined), None)
 
     def is_hidden(self, op: Op) -> bool:
@@ -123,14 +123,20 @@ class Opening:
         return any(inner in self.opened for inner in chain[chain.index(call) :])
 
     def entry(self, call: str, tensor: str) -> Layout:
-        """Return the layout in which a tensor is passed to a call."""
+        """Return the layout in which a tensor is passed to a call.
+
+        What only the backward of an autograd Function may read is passed whole: the graph does not
+        show how it is read.
+        """
+        inside = _readers(tensor, call, self.tree)
+        if not inside and _is_function(call, self.tree):
+            return WHOLE
         arrives = self.arrives(tensor, call)
-        for op in self.tree.graph.index.readers[tensor]:
-            if self.tree.is_inside(op, call):
-                for layout in reversed(self.split.layouts_of(op, op.inputs.index(tensor))[1:]):
-                    place = self.places.get((op.name, tensor, layout))
-                    if place is not None and call not in self.tree.chains[place]:
-                        return layout
+        for op in inside:
+            for layout in reversed(self.split.layouts_of(op, op.inputs.index(tensor))[1:]):
+                place = self.places.get((op.name, tensor, layout))
+                if place is not None and call not in self.tree.chains[place]:
+                    return layout
         return arrives
 
     def arrives(self, tensor: str, call: str) -> Layout:
@@ -139,6 +145,23 @@ class Opening:
         if left is not None and left[0] not in self.tree.chains[call]:
             return left[1]
         return self.split.made(tensor)
+
+
+def _readers(tensor: str, call: str, tree: CallTree) -> list[Op]:
+    return [op for op in tree.graph.index.readers[tensor] if tree.is_inside(op, call)]
+
+
+def calls_with_backward_inputs(split: SplitGraph, tree: CallTree) -> Iterator[str]:
+    """Yield the calls that pass a tensor to an autograd Function whose backward alone reads it.
+
+    Their code has to make the tensor whole.
+    """
+    for key, record in tree.graph.calls.items():
+        given = refs(record.arguments) if record.is_function and tree.ops.get(key) else ()
+        for name in given:
+            is_partial = name in tree.graph.tensors and split.made(name) != WHOLE
+            if is_partial and not _readers(name, key, tree):
+                yield tree.parent(key)
 
 
 def calls_given_none(opening: Opening) -> Iterator[str]:

@@ -7,7 +7,7 @@ are drawn once, and tensors computed from them are sent, too.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -121,7 +121,7 @@ class Cutter:
         It does if the model computes the loss itself, if the loss must be printed, or if the root's
         result is not plain (a dataclass, say).
         """
-        has_own_loss = any(op.call == LOSS for op in self.graph.ops)
+        has_own_loss = any(map(self.opening.tree.is_of_loss, self.graph.ops))
         plain = is_plain(self.graph.calls[ROOT].result)
         is_opened = LOSS in self.opening.opened or bool(self.split.weighed)
         return not (has_own_loss and plain) or is_opened
@@ -140,7 +140,7 @@ class Cutter:
         """Return each stage's own ops: only this stage computes them, or they write a buffer."""
         found: list[list[Op]] = [[] for _ in range(self.last + 1)]
         for op in self.graph.ops:
-            if (op.call != LOSS or self.returns_loss) and (
+            if (self.returns_loss or not self.opening.tree.is_of_loss(op)) and (
                 self._runs_once(op) or self._writes_buffer(op)
             ):
                 found[self.places[op.name]].append(op)
@@ -161,6 +161,16 @@ class Cutter:
             for value in (*record.arguments, *(value for _, value in record.keywords)):
                 yield from (name for name in refs(value) if name in self.graph.tensors)
 
+    def _given(self) -> Mapping[str, list[Op]]:
+        """Return the ops of autograd Functions by the tensors that their backwards may read."""
+        found = defaultdict[str, list[Op]](list)
+        for op in self.graph.ops:
+            unit = self.opening.unit(op, ROOT)
+            if unit is not None and self.graph.calls[unit].is_function:
+                for name in self._handed(op):
+                    found[name].append(op)
+        return found
+
     def _writes_buffer(self, op: Op) -> bool:
         return not self.buffers.isdisjoint(self.graph.index.written_by(op))
 
@@ -169,11 +179,11 @@ class Cutter:
 
     def _cuts(self) -> list[tuple[LocalTensor, ...]]:
         """Return the values sent after each stage except the last, in the order of the ops."""
-        results = set(self._results())
+        results, given = set(self._results()), self._given()
         cuts: list[list[LocalTensor]] = [[] for _ in range(self.last)]
         for op in filter(self._runs_once, self.graph.ops):
             for name in op.outputs:
-                readers = self.graph.index.readers[name]
+                readers = (*self.graph.index.readers[name], *given.get(name, ()))
                 runs = [self.last_runs.get(reader.name, -1) for reader in readers]
                 stop = self.last if name in results else max(runs, default=-1)
                 for stage in range(self.places[op.name], stop):

@@ -21,6 +21,7 @@ from autopar.codegen.forward.opening import (
     Opening,
     calls_given_none,
     calls_missing_state,
+    calls_with_backward_inputs,
     has_split_row_count,
     is_changed,
     is_of_rows,
@@ -199,6 +200,8 @@ class _Opener:
         for call in self.tree.chains:
             if call != LOSS and self._does_unseen(call) and self._has_split(call):
                 self._open(call)
+        for call in calls_with_backward_inputs(self.split, self.tree):
+            self._open(call)
         loss = self.tree.graph.loss
         if self.split.made(loss) != WHOLE:
             self._open(self.index.made_by[loss].call)

@@ -257,6 +257,10 @@ class CallTree:
         """Whether an op runs in a call or in a call inside it."""
         return call in self.chains[op.call]
 
+    def is_of_loss(self, op: Op) -> bool:
+        """Whether the loss function runs an op: itself, or by an autograd Function."""
+        return ROOT not in self.chains[op.call]
+
     def entering(self, call: str) -> frozenset[str]:
         """Return the tensors among the arguments of a call."""
         if call == LOSS:

@@ -233,6 +233,12 @@ def _facts(module: nn.Module, *, others_set: bool) -> Mapping[str, Any]:
     }
 
 
+def functions_at(path: str, modules: Modules) -> frozenset[Imported]:
+    """Return the functions that code of a module can name; the loss can name those of all files."""
+    owner = modules.get(path)
+    return named_functions(modules) if owner is None else frozenset(owner.functions)
+
+
 def _is_importable(kind: type) -> bool:
     """Whether a class's module has it under its name; True inside a function (refused later)."""
     holder: Any = sys.modules.get(kind.__module__)
