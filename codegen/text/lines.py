@@ -26,6 +26,7 @@ _MODULES: Mapping[str, str] = MappingProxyType(
         "Outputs": "autopar.runtime.evaluation",
         "named_outputs": "autopar.runtime.evaluation",
         "local_size": "autopar.runtime.tensor",
+        "whole_length": "autopar.runtime.tensor",
         "scale_loss": "autopar.runtime.data",
     }
     | dict.fromkeys((c.function for c in CONVERSIONS.values()), "autopar.runtime.tensor")

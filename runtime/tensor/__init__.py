@@ -20,7 +20,7 @@ from autopar.runtime.tensor.collectives import (
     take_own,
     take_shard,
 )
-from autopar.runtime.tensor.shards import Split, local_size
+from autopar.runtime.tensor.shards import Split, local_size, whole_length
 from autopar.runtime.tensor.vocabulary import *  # noqa: F403  (the list is its own)
 
 __all__ = [
@@ -40,5 +40,6 @@ __all__ = [
     "sum_partials",
     "take_own",
     "take_shard",
+    "whole_length",
 ]
 __all__ += vocabulary.__all__

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from autopar.runtime.ranks.mesh import Axis
-from autopar.runtime.tensor.slices import Cut, Parts, Ranges, cut, pick
+from autopar.runtime.tensor.slices import Cut, Parts, Ranges, cut, cut_of_share, pick
 
 QUANTIZED = (torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4)
 AnyTensor = TypeVar("AnyTensor", bound=Tensor)
@@ -219,6 +219,11 @@ class TensorPlace:
     module: nn.Module
     attribute: str
     tensor: Tensor
+
+
+def whole_length(x: Tensor, dim: int, axis: Axis) -> int:
+    """Return how long a dim was before it was cut into the ranks' shards."""
+    return cut_of_share(x.shape[dim], axis, x.device).whole
 
 
 def local_size(parts: Parts, axis: Axis) -> int:

@@ -35,7 +35,7 @@ WAYS: dict[str, dict[str, Any]] = {
 OWN_AXES = {"llama": {"heads": "kv_heads"}, "listener": {"vocab": "classes"}}
 CELLS = [(kind, way) for kind in KINDS for way in ("dp", "tp", "sp", "pp")] + [("llama", "pp tp")]
 # Each way, but for "tp": "sp" splits the heads, too, and more.
-STAND = {("gpt2", "sp"), ("bert", "dp"), ("listener", "pp")}
+STAND = {("nanogpt", "sp"), ("bert", "dp"), ("listener", "pp")}
 GLOBAL_BATCH, STEPS, TOLERANCE = 4, 4, 1e-10
 
 

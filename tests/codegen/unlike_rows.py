@@ -60,12 +60,27 @@ class Block(nn.Module):
         return made
 
 
+class Waves(nn.Module):
+    """Adds waves to a sequence, of which a tensor rank may have a shard: its code sees no other."""
+
+    table: Tensor
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        angles = torch.arange(128).unsqueeze(1) / 10.0 ** (torch.arange(width) * 4 / width)
+        self.register_buffer("table", angles.sin().unsqueeze(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.table[:, : x.size(1)]
+
+
 class NanoGPT(nn.Module):
     """Counts positions up to the length of the rows, of which it has 128."""
 
     def __init__(self) -> None:
         super().__init__()
         self.tokens, self.positions = nn.Embedding(WORDS, 32), nn.Embedding(128, 32)
+        self.waves = Waves()
         self.blocks = nn.ModuleList(Block() for _ in range(2))
         self.head = nn.Linear(32, WORDS, bias=False)
 
@@ -75,6 +90,7 @@ class NanoGPT(nn.Module):
         x = self.tokens(input_ids) + self.positions(
             torch.arange(0, t, dtype=torch.long, device=input_ids.device)
         )
+        x = self.waves(x)
         for block in self.blocks:
             x = block(x)
         logits = self.head(x)[:, :-1]

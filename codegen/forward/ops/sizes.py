@@ -270,7 +270,7 @@ class ReadableSizes:
                 return Fact(local, f"shape[{place}]")
         if extent.is_constant:
             derived = self._from_lengths(extent.at(0), other.at(0))
-            return literal(extent.at(0)) if derived is None else derived
+            return derived or self._from_shards(extent, other) or literal(extent.at(0))
         if extent == BATCH:  # all available values are split along the rows
             return literal(self.split.batch)
         batch, total = self.whole(BATCH), None
@@ -298,6 +298,15 @@ class ReadableSizes:
             if size.is_constant and size != another
         }
         return derived((here, other), lengths)
+
+    def _from_shards(self, extent: Extent, other: Extent) -> Expression | None:
+        """Return a length of which a rank only has a shard, as the runtime remembers it."""
+        for local in (*self.sources, *self.seen):
+            for place, size in enumerate(wanted(self.split, local.tensor, local.layout)):
+                is_length = bool(size.axis) and (size.extent, size.other) == (extent, other)
+                if is_length and self.may_omit_parts(size.dim, size.axis, is_whole=False):
+                    return call("whole_length", local, literal(place), self.axis)
+        return None
 
     def local(self, size: SizeToPrint) -> Expression:
         """Return the rank's share of a size, from the degree of the axis."""
