@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from enum import EnumType
 from functools import wraps
 from pathlib import Path
 from types import MethodType, ModuleType
@@ -31,6 +32,12 @@ from autopar.planner.model.guard import (
 
 # parameters that autopar itself passes, not --arg
 _PASSED = frozenset({"batch_size", "outputs", "batch", "params", "optimizer"})
+_ENUM = "enum "  # before the name of an enum, among annotations
+# By the annotation without brackets. Exact types: True is an int for Python, but not for a person.
+_TYPES: Mapping[str, tuple[type, ...]] = {
+    "int": (int,), "float": (int, float), "bool": (bool,),
+    "list": (list, tuple), "tuple": (tuple, list), "dict": (dict,), "set": (set,),
+}  # fmt: skip
 
 
 def parse_arguments(
@@ -65,8 +72,17 @@ def _known_parameters(functions: Mapping[str, Callable[..., Any]]) -> dict[str, 
         for name, parameter in inspect.signature(function).parameters.items():
             by_name = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
             if by_name and name not in _PASSED:
-                known.setdefault(name, inspect.formatannotation(parameter.annotation).strip("'\""))
+                enum = _enum_of(parameter.annotation, function)
+                text = inspect.formatannotation(parameter.annotation).strip("'\"")
+                known.setdefault(name, text if enum is None else f"{_ENUM}{enum.__name__}")
     return known
+
+
+def _enum_of(annotation: object, function: Callable[..., Any]) -> EnumType | None:
+    """Return the enum that a parameter is annotated with, by itself or by its name."""
+    if isinstance(annotation, str):
+        annotation = getattr(inspect.unwrap(function), "__globals__", {}).get(annotation)
+    return annotation if isinstance(annotation, EnumType) else None
 
 
 def _parse_value(key: str, raw: str, annotation: str) -> Any:
@@ -75,16 +91,39 @@ def _parse_value(key: str, raw: str, annotation: str) -> Any:
         return None
     if kinds[0] in ("str", "Path"):
         return raw
+    if annotation.startswith(_ENUM):
+        name = annotation.removeprefix(_ENUM)
+        raise InputError(
+            f"--arg {key}: the function takes an enum ({name}), which --arg cannot make",
+            expected="a str, a number, or another Python literal",
+            fix=f"let it take a str, and call {name}({key}) itself",
+        )
     words = {"true": True, "false": False, "none": None}
     try:
         value = words[raw.lower()] if raw.lower() in words else ast.literal_eval(raw)
     except (ValueError, SyntaxError):
         value = raw
-    # Exact types: True is an int for Python, but not for a person.
-    expected = {"int": (int,), "float": (int, float), "bool": (bool,)}.get(kinds[0])
-    if expected and type(value) not in expected:
-        raise InputError(f"--arg {key}={raw} is not of type {annotation}")
-    return value
+    kind, _, inner = kinds[0].removeprefix("typing.").partition("[")
+    if kind == "Literal":
+        return _chosen(key, raw, value, inner.removesuffix("]"))
+    kind = kind.lower()
+    if kind in _TYPES and type(value) not in _TYPES[kind]:
+        fix = f"write a Python literal in quotes: --arg '{key}=…'" if inner else ""
+        raise InputError(f"--arg {key}={raw} is not of type {annotation}", fix=fix)
+    return _TYPES[kind][0](value) if kind in ("list", "tuple") else value
+
+
+def _chosen(key: str, raw: str, value: object, inner: str) -> object:
+    """Return the one of a Literal's values that --arg names."""
+    try:
+        choices = ast.literal_eval(f"({inner},)")
+    except (ValueError, SyntaxError):  # members of an enum
+        return value
+    for choice in choices:
+        if choice == raw or (type(choice), choice) == (type(value), value):
+            return choice
+    expected = f"one of {', '.join(map(str, choices))}"
+    raise InputError(f"--arg {key}={raw} is none of its values", expected=expected)
 
 
 def import_file(path: Path) -> ModuleType:
@@ -339,6 +378,8 @@ def _check_call(
         fix = f"let {name} take these arguments"
         if "missing" in str(error):
             fix = "give it by --arg name=value, or give the parameter a default"
+        elif "multiple values" in str(error):
+            fix = "--arg sets the parameters of this name in all functions: rename this one"
         raise InputError(
             f"{name}: {error}",
             where=f"{name}{signature} in {path}",

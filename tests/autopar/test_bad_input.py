@@ -113,6 +113,22 @@ SIZED = """
 def build_model(size: str = "tiny", depth: int = 1, rate: float = 0.5, bias: bool = True):
     return Model()
 """
+LISTED = """
+from enum import Enum
+from typing import Literal, Optional
+
+Kind = Enum("Kind", "BIG SMALL")
+
+def build_model(
+    widths: list[int] = [1], sizes: tuple[int, ...] | None = None, rates: Optional[dict] = None,
+    act: Literal["gelu", "relu"] = "gelu", kind: Kind = Kind.BIG, later: "Kind" = Kind.BIG,
+    n: int = 3,
+):
+    return Model()
+
+def example_batch(n):
+    return {"x": torch.randn(n, 4)}
+"""
 
 
 @pytest.mark.parametrize(
@@ -135,6 +151,23 @@ def build_model(size: str = "tiny", depth: int = 1, rate: float = 0.5, bias: boo
 )
 def test_a_wrong_argument_is_told(tell: Tell, arguments: list[str], telling: str) -> None:
     tell(model(SIZED, telling, options=" ".join(f"--arg {text}" for text in arguments)))
+
+
+@pytest.mark.parametrize(
+    ("argument", "telling"),
+    [
+        ("widths=[1,2", "--arg widths=[1,2 is not of type list[int]"),
+        ("widths=small", "write a Python literal in quotes: --arg 'widths=…'"),
+        ("sizes=3", "--arg sizes=3 is not of type tuple[int, ...] | None"),
+        ("rates=a:1", "--arg rates=a:1 is not of type Optional[dict]"),
+        ("act=swish", "expected: one of gelu, relu"),
+        ("kind=big", "the function takes an enum (Kind), which --arg cannot make"),
+        ("later=big", "let it take a str, and call Kind(later) itself"),
+        ("n=3", "--arg sets the parameters of this name in all functions: rename this one"),
+    ],
+)
+def test_a_wrong_list_or_choice_is_told(tell: Tell, argument: str, telling: str) -> None:
+    tell(model(LISTED, telling, options=f"--arg {argument}"))
 
 
 @pytest.mark.parametrize(
