@@ -173,13 +173,16 @@ def _unflattened(op: Op, body: AvailableValues) -> SourceForm:
     made = body.split.made(op.outputs[0])
     dim = whole_number(op.argument("dim")) % len(body.graph.tensors[op.inputs[0]].shape)
     local = made.dim - dim if made.kind is LayoutKind.SPLIT else -1
-    sizes = body.graph.tensors[op.outputs[0]].shape[dim : dim + len(given)]
+    cut = slice(dim, dim + len(given))
+    sizes = body.graph.tensors[op.outputs[0]].shape[cut]
+    others = body.split.lengths.shape(op.outputs[0])[cut]
     is_split_here = 0 <= local < len(given)  # one of the new dims is split
-    numbers = [
-        size.at(0) if item == -1 and is_split_here else item
-        for item, size in zip(given, sizes, strict=True)
+    shown = [
+        literal(-1)
+        if at == local or (item == -1 and not is_split_here)
+        else body.plain_size(own, other)
+        for at, (item, own, other) in enumerate(zip(given, sizes, others, strict=True))
     ]
-    shown = [literal(-1 if at == local else whole_number(item)) for at, item in enumerate(numbers)]
     return joined(tuple(shown))
 
 

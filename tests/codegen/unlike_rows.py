@@ -71,7 +71,8 @@ class Waves(nn.Module):
         self.register_buffer("table", angles.sin().unsqueeze(0))
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.table[:, : x.size(1)]
+        waves = (x + self.table[:, : x.size(1)]).flatten(0, 1)
+        return waves.tanh().unflatten(0, x.shape[:2])
 
 
 class NanoGPT(nn.Module):
