@@ -6,7 +6,7 @@ import inspect
 import math
 import time
 import warnings
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, TypeAlias
@@ -35,7 +35,14 @@ from autopar.runtime.optimizer.pieces import (
 from autopar.runtime.ranks.mesh import Mesh
 from autopar.runtime.ranks.randomness import cpu_generators_restored
 from autopar.runtime.ranks.refusal import known_place, refuse
-from autopar.runtime.ranks.user_code import exit_on_error, failing_at, place_of, said_of
+from autopar.runtime.ranks.user_code import (
+    check_same_optimizer,
+    exit_on_error,
+    failing_at,
+    fault_of_optimizer,
+    place_of,
+    said_of,
+)
 from autopar.runtime.tensor.shards import made_like, starts_on_host
 
 OptimizerFactory: TypeAlias = Callable[[Any], Optimizer]
@@ -59,19 +66,9 @@ def made_optimizer(
     name = "build_optimizer() of the model file" if place_of(factory) else "the optimizer"
     with exit_on_error(name, factory):
         optimizer = _called(factory, parts, stepped)
-    fault = fault_of_optimizer(optimizer)
-    if fault:
+    if fault := fault_of_optimizer(optimizer):
         refuse(f"{name} {fault}", fix=f"look at {place_of(factory) or 'build_optimizer()'}")
     return optimizer
-
-
-def fault_of_optimizer(optimizer: Any) -> str:
-    """Return why no script can step an optimizer, or ""."""
-    if not isinstance(optimizer, Optimizer):
-        return f"returns a {type(optimizer).__name__}, which is no torch.optim.Optimizer"
-    counts = Counter(id(one) for group in optimizer.param_groups for one in group["params"])
-    twice = sum(count > 1 for count in counts.values())
-    return f"gives the optimizer {twice} parameters more than once" if twice else ""
 
 
 def _called(
@@ -170,6 +167,7 @@ def build_optimizer(
     # torch refuses an optimizer without parameters; a stage of frozen layers has none.
     stepped = trainable or [nn.Parameter(torch.empty(0, device=mesh.device))]
     optimizer = made_optimizer(factory, model_parts, stepped)
+    check_same_optimizer(optimizer, mesh)
     _prefer_fused(optimizer)
     if offloads(model_parts):
         _use_cores(mesh)

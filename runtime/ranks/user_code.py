@@ -11,16 +11,19 @@ import os
 import sys
 import sysconfig
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from enum import Enum, auto
 from functools import partial
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import ModuleType, NoneType, TracebackType
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
 
 from autopar.runtime.ranks.leaving import (
     FAILED,
@@ -34,6 +37,7 @@ from autopar.runtime.ranks.leaving import (
 )
 from autopar.runtime.ranks.mesh import Mesh
 from autopar.runtime.ranks.refusal import refuse
+from autopar.runtime.ranks.transport import gathered
 
 SHOWS_TRACEBACK = "AUTOPAR_TRACEBACK"  # an environment variable
 _RUNTIME = Path(__file__).parents[1]
@@ -291,3 +295,45 @@ def note_device(planned: str, mesh: Mesh) -> None:
             f"note: the plan is for {planned}, and this is a CPU: losses will be as there, times "
             "and memory will not"
         )
+
+
+def fault_of_optimizer(optimizer: Any) -> str:
+    """Return why no script can step an optimizer, or ""."""
+    if not isinstance(optimizer, Optimizer):
+        return f"returns a {type(optimizer).__name__}, which is no torch.optim.Optimizer"
+    counts = Counter(id(one) for group in optimizer.param_groups for one in group["params"])
+    twice = sum(count > 1 for count in counts.values())
+    return f"gives the optimizer {twice} parameters more than once" if twice else ""
+
+
+def check_same_optimizer(optimizer: Optimizer, mesh: Mesh) -> None:
+    """Exit if ranks that train the same layers have optimizers of other classes or settings."""
+    groups = [{k: v for k, v in one.items() if k != "params"} for one in optimizer.param_groups]
+    names = sorted({name for group in groups for name in group})
+    kind = {"classes": type(optimizer).__qualname__, "groups": [[*one] for one in groups]}
+    settings = {name: [_plain(group.get(name)) for group in groups] for name in names}
+    for facts in (kind, settings):  # only of equal groups each rank has as many settings
+        own = torch.tensor([_digest(repr(fact)) for fact in facts.values()], device=mesh.device)
+        for axis in (mesh.data, mesh.tensor):
+            is_same = (gathered(own, axis) == own).all(0).tolist() if axis.size > 1 else ()
+            others = [name for name, same in zip(facts, is_same, strict=False) if not same]
+            if others:
+                refuse(
+                    "build_optimizer() of the model file makes other optimizers in each process: "
+                    f"{', '.join(others)} differ",
+                    fix="let it make the same on every rank: nothing of it may depend on the "
+                    "process, its environment or the clock",
+                )
+
+
+def _digest(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
+
+
+def _plain(setting: object) -> object:
+    """Return a setting of an optimizer, or its type if its text may name a place in memory."""
+    value = setting.tolist() if isinstance(setting, Tensor) else setting
+    is_plain = isinstance(value, (bool, int, float, str, NoneType))
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_plain, value))
+    return value if is_plain else type(value).__qualname__

@@ -72,7 +72,7 @@ class Waves(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         waves = (x + self.table[:, : x.size(1)]).flatten(0, 1)
-        return waves.tanh().unflatten(0, x.shape[:2])
+        return torch.unflatten(waves.tanh(), 0, x.shape[:2])
 
 
 class NanoGPT(nn.Module):

@@ -141,7 +141,7 @@ def build_optimizer(params: Iterable[nn.Parameter]) -> Any:
         every = [{"params": every}, {"params": every[:1]}]
     if has("no optimizer"):
         return None
-    return OwnSGD(every, lr=0.1)
+    return (SGD if has("other optimizer") else OwnSGD)(every, lr=0.2 if has("other rate") else 0.1)
 
 
 def build_scheduler(optimizer: Optimizer) -> LRScheduler:
