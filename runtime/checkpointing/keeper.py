@@ -47,7 +47,7 @@ from autopar.runtime.ranks.leaving import say
 from autopar.runtime.ranks.locations import Location
 from autopar.runtime.ranks.mesh import Mesh, stop
 from autopar.runtime.ranks.metrics import Curves, Event, Metrics
-from autopar.runtime.ranks.options import in_rounds
+from autopar.runtime.ranks.options import check_same_options, in_rounds
 from autopar.runtime.ranks.randomness import mixed_seed
 from autopar.runtime.ranks.refusal import give_up, refuse
 from autopar.runtime.ranks.user_code import note_device
@@ -71,6 +71,7 @@ class Keeper:
         rows_per_step: int,
         model: str,
     ) -> None:
+        check_same_options(options, mesh)
         self._mesh, self._options, self._model = mesh, options, model
         for note in in_rounds(options, mesh.sync_every):
             self._say(note)

@@ -99,6 +99,7 @@ def _of_one_rank() -> dict[str, OnRanks]:
             ("dp=2", "target", 1, "rank 1: IndexError: Target 1000 is out of bounds", 7),
             ("dp=2", "id", 0, "rank 0: IndexError: index out of range in self", 7),
             ("dp=2", "length", 1, "build_dataset() returns 64 rows on rank 0 and 65 on rank 1", 6),
+            ("dp=2", "other steps", 1, "ranks 0 and 1 were started with another --steps", 6),
             ("dp=2", "other rate", 1, "makes other optimizers in each process: lr differ", 6),
             ("dp=2,tp=2", "other optimizer", 3, "in each process: classes differ", 6),
             ("dp=2", "forward", 1, "rank 1: RuntimeError: no forward", 7),

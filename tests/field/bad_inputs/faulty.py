@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -23,6 +24,10 @@ def has(fault: str) -> bool:
 
 if has("import"):
     import no_such_package  # type: ignore[import-not-found]  # noqa: F401
+
+
+if has("other steps"):
+    sys.argv += ["--steps", "5"]
 
 
 class Model(nn.Module):
