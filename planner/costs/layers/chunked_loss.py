@@ -140,8 +140,9 @@ def chunking_of(flow: LayerFlow) -> Chunking | None:
     found = chunked_loss([one.op for one in flow.ops], pricer.graph)
     if isinstance(found, NoChunks) or pricer.precision.scales_loss:
         return None
-    if any(one.tensor in found.path for one in flow.conversions):
-        return None  # ranks exchange logits
+    kept = {*found.path, *found.ops[0].inputs[1:]}
+    if any(one.tensor in kept for one in flow.conversions):
+        return None  # ranks exchange logits, or take their shard of a whole weight
     placed = {one.op.name: one for one in flow.ops}
     product, loss = placed[found.ops[0].name], placed[found.ops[-1].name]
     weights = sum(learned_elements(flow, product)) * pricer.precision.item_bytes

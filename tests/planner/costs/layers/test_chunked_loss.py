@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from autopar.planner.costs.layers.chunked_loss import ChunkedLoss, chunked_loss
 from autopar.planner.costs.layers.layer import layer_costs
 from autopar.planner.costs.prediction import LayerCost, Recompute
 from autopar.planner.findings.writes import unable
+from autopar.planner.graph.layouts import WHOLE, split
 from autopar.planner.layers import find_layers
 from autopar.planner.plan.declared.constraints import MemoryLimit
 from autopar.planner.precision import Precision
@@ -54,6 +56,26 @@ def test_each_chunk_adds_its_part_of_the_weights_gradient() -> None:
     assert more == pytest.approx(chunked.recompute_seconds)
     assert more == pytest.approx(moved / 1.6e12, rel=0.1)
     assert chunked.forward_seconds == whole_loss.forward_seconds
+
+
+def test_a_head_that_takes_its_shard_of_a_whole_weight_has_the_loss_at_once() -> None:
+    # its forward cuts the weight, and chunks would multiply by all of it
+    prices = pricer()
+    layer = layer_of(prices, "Linear")
+    (head,) = (op for op in layer.ops if op.target.startswith("aten.linear"))
+    weight = head.inputs[1]
+    vocab = prices.axes.dims[weight][0]
+    part = split(getattr(vocab, "name", ""), 0)
+    layouts = [
+        replace(one, needs=(one.needs[0], part)) if op is head else one
+        for op, one in zip(layer.ops, whole(layer), strict=True)
+    ]
+    for own, is_chunked in ((part, True), (WHOLE, False)):
+        costs = layer_costs(
+            prices, layer, layouts, degree=2, shape=shape(2), parameters={weight: own}
+        )
+        saved = costs[CHUNKED].saved_bytes
+        assert (saved != costs[Recompute.NONE].saved_bytes) is is_chunked
 
 
 def test_fp16_has_the_loss_at_once() -> None:
