@@ -9,7 +9,7 @@ from autopar.console import print_note
 from autopar.planner.axes.infer import GraphAxes
 from autopar.planner.cluster.cluster import Backend, Cluster
 from autopar.planner.cluster.toml_reading import bytes_text, seconds_text
-from autopar.planner.costs.prediction import Compile, Offload
+from autopar.planner.costs.prediction import Offload
 from autopar.planner.findings import OptimizerTraits
 from autopar.planner.findings.loss import counted_by
 from autopar.planner.findings.numbers import unaligned, unpriced
@@ -34,6 +34,7 @@ from autopar.planner.plan.plan import Plan
 from autopar.planner.plan.telling.comparison import (
     seconds_saved_by_compiling,
     seconds_saved_by_float8,
+    seconds_saved_by_fusing,
 )
 from autopar.planner.plan.telling.explanation import host_words
 from autopar.planner.plan.telling.words import (
@@ -180,7 +181,7 @@ def note_unpriced(graph: Graph, axes: GraphAxes) -> None:
 def note_unaligned(plan: Plan, axes: GraphAxes) -> None:
     """Print a note if a size that is no multiple of 8 slows down 16-bit products on a GPU."""
     arrangement = plan.arrangement
-    if plan.arrangement.compile is Compile.LAYERS:
+    if plan.arrangement.compile.takes_layers:
         return  # torch.compile pads such sizes
     one = unaligned(
         plan.graph,
@@ -212,8 +213,15 @@ def note_compiling(plan: Plan, axes: GraphAxes, layers: Layers) -> None:
             f"{seconds_text(step + saved)} in {chosen.precision}."
             + ("" if saved > 0 else " Casting their operands takes longer than that saves.")
         )
+    if chosen.compile.fuses_messages:
+        saved = seconds_saved_by_fusing(plan, axes, layers)
+        print_note(
+            "messages between tensor ranks are sent while products are computed: a step takes "
+            f"{seconds_text(step)} instead of about {seconds_text(step + saved)}. No published GPU "
+            "has run this script; autopar verify tells which messages torch.compile fuses."
+        )
     is_asked = any(one.place in ("compile", "float8") for one in plan.constraints)
-    if is_asked or chosen.compile is Compile.NONE:
+    if is_asked or not chosen.compile.takes_layers:
         return
     saved = seconds_saved_by_compiling(plan, axes, layers)
     print_note(
@@ -225,7 +233,7 @@ def note_compiling(plan: Plan, axes: GraphAxes, layers: Layers) -> None:
 
 def note_breaks(plan: Plan) -> None:
     """Print a note on each line at which torch.compile would stop, so that layers stay eager."""
-    if plan.arrangement.compile is Compile.NONE:
+    if not plan.arrangement.compile.takes_layers:
         return
     stopped: dict[tuple[str, str], list[str]] = {}  # line and reason → layers of all kinds
     for one in plan.graph.breaks:

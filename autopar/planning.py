@@ -16,7 +16,6 @@ from autopar.console import print_note, status_line
 from autopar.notes import note_found, note_traced
 from autopar.planner.axes.infer import infer_axes
 from autopar.planner.cluster.cluster import Cluster
-from autopar.planner.costs.prediction import Compile
 from autopar.planner.errors import LostLayersError
 from autopar.planner.files import refuse_replacing
 from autopar.planner.model.functions import DATA_READS
@@ -90,7 +89,7 @@ def recalled_plan(plan: StoredPlan, folder: Path) -> Plan | None:
     check_unchanged(plan, model_path(spec))
     arguments = [f"{key}={value}" for key, value in plan.model.arguments]
     own, rows = plan.arrangement, plan.model.batch.fixed
-    compiles = own.compile is Compile.LAYERS
+    compiles = own.compile.takes_layers
     question = _question(spec, arguments, own.precision, rows, compiles=compiles)
     known = question.find(cache_of(uses_cache=True))
     return with_graph(plan, known.graph) if known is not None and fits(plan, known) else None

@@ -8,11 +8,14 @@ layouts are computed once.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Container, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any, Self
 
 from autopar.planner.axes.infer import GraphAxes
 from autopar.planner.graph.graph import Graph
+from autopar.planner.graph.layouts import Conversion
 from autopar.planner.graph.ops import Op, Ref, TensorOrigin, Value
 from autopar.planner.precision import Float8
 from autopar.planner.rules.rule import OpKind, is_random
@@ -294,6 +297,65 @@ def _runs(layers: tuple[Layer, ...]) -> Iterator[EqualLayers]:
         if end == len(layers) or layers[end].layer_class != layers[first].layer_class:
             yield EqualLayers(layer_class=layers[first].layer_class, first=first, count=end - first)
             first = end
+
+
+class Compile(StrEnum):
+    """The parts of a model that are compiled with torch.compile."""
+
+    _value_: str
+    takes_layers: bool  # each layer by itself; layers with equal code share the compiled code
+    fuses_messages: bool  # messages between tensor ranks are sent while products are computed
+    words: str  # of a plan
+
+    NONE = "none", False, False, ""
+    LAYERS = "layers", True, False, "compiled layers"
+    FUSED = "fused", True, True, "compiled layers with fused messages"
+
+    def __new__(cls, name: str, *row: Any) -> Self:
+        """Return a choice with the columns of its row."""
+        one = str.__new__(cls, name)
+        one._value_ = name
+        one.takes_layers, one.fuses_messages, one.words = row
+        return one
+
+
+def products_beside(
+    graph: Graph, tensor: str, step: Conversion, compiled: Container[str]
+) -> tuple[tuple[Op, ...], tuple[Op, ...]]:
+    """Return the products that inductor fuses with a conversion's messages, forward and backward.
+
+        gather        all products that read the whole tensor; its gradient's reduce-scatter only if
+                      nothing else reads the tensor, because a sum of products is no product
+        scatter_sum   the product whose partial results are summed; its gradient's gather with the
+                      product that gives the gradient of the factor
+
+    All ops must be compiled. Products are those by a matrix. A kernel that also adds a bias is not
+    fused; a bias of partial results is added after the sum. Leaves out views between product and
+    message.
+    """
+    index = graph.index
+    if step.function == "scatter_sum":
+        maker = index.made_by.get(tensor)
+        if maker is None or maker.name not in compiled or not _multiplies(graph, maker):
+            return (), ()
+        return (maker,), (maker,) * graph.tensors[maker.inputs[0]].requires_grad
+    readers = index.readers[tensor]
+    if step.function != "gather" or not all(op.name in compiled for op in readers):
+        return (), ()
+    found = tuple(op for op in readers if op.inputs[0] == tensor and _multiplies(graph, op))
+    without_bias = tuple(op for op in found if len(op.inputs) == _FACTORS)
+    return without_bias, found if len(readers) == 1 else ()
+
+
+_FACTORS = 2  # inputs of a product without a bias
+
+
+def _multiplies(graph: Graph, op: Op) -> bool:
+    """Whether an op multiplies a tensor by a parameter that is a matrix."""
+    if not rule_of(op.target).contracts or len(op.inputs) < _FACTORS:
+        return False
+    weight = graph.tensors[op.inputs[1]]
+    return weight.origin is TensorOrigin.PARAMETER and len(weight.shape) == _FACTORS
 
 
 LINEAR = "Linear"  # the class of modules that torchao converts

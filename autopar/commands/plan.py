@@ -106,7 +106,7 @@ def plan(
 
 def _tell_verified(plan: Plan, folder: Path, found: TrainingComparison | None) -> None:
     """Print that the script trains like one process, or the differences, or how to verify it."""
-    from autopar.planner.costs.prediction import Compile
+    from autopar.planner.layers import Compile
 
     command, ranks = verify_command(plan, folder), plan.arrangement.ranks
     if found is None:

@@ -12,7 +12,6 @@ from autopar.planner.annotate import annotated_ops
 from autopar.planner.axes.infer import infer_axes
 from autopar.planner.cluster.file import choose_cluster
 from autopar.planner.costs.prediction import (
-    Compile,
     MemoryPrediction,
     Offload,
     Prediction,
@@ -20,7 +19,7 @@ from autopar.planner.costs.prediction import (
     TimeTerm,
     Zero,
 )
-from autopar.planner.layers import find_layers
+from autopar.planner.layers import Compile, find_layers
 from autopar.planner.model.model_file import load_model_file
 from autopar.planner.plan.declared.constraints import Constraints, RecomputePin
 from autopar.planner.plan.plan import Plan, model_facts

@@ -21,7 +21,7 @@ from autopar.planner.costs.ops.measurements import Host
 from autopar.planner.costs.ops.pricer import OpCost, OpPricer
 from autopar.planner.graph.graph import Graph
 from autopar.planner.graph.ops import Op
-from autopar.planner.layers import Layers
+from autopar.planner.layers import Compile, Layers
 from autopar.planner.precision import Float8, Precision
 from autopar.planner.rules.rule import OpKind
 from autopar.planner.rules.table import kind_of
@@ -56,7 +56,7 @@ class Practice:
     attention: Attention
     is_loss_fused: bool  # one kernel on 16-bit logits; otherwise the loss is computed in fp32
     fuses_gradients: bool  # gradients are cast, clipped and copied without separate kernels
-    compiles: bool = False  # torch.compile compiles the layers
+    compile: Compile = Compile.NONE
     float8: Float8 = Float8.NONE  # of the linear layers inside the compiled ones
 
 
@@ -89,7 +89,7 @@ class PracticePricer(OpPricer):
     ) -> None:
         super().__init__(
             graph, axes, batch=batch, precision=precision, device=device, layers=layers,
-            compiles=practice.compiles, float8=practice.float8,
+            compile_=practice.compile, float8=practice.float8,
         )  # fmt: skip
         self.practice = practice
         self.fuses_gradients = practice.fuses_gradients

@@ -12,6 +12,8 @@ What a table does not state is assumed as is usual for the techniques of the run
     float8        fp8: one scale for each tensor, torchao's default, unless the text says rowwise;
                   weights are gathered in 16 bits, unless it says float8 all-gather
     loss          in fp32, unless the text says that it is one kernel
+    compiled      layers of PyTorch's own trainers; their messages are fused with products if the
+                  notes say async TP
     overlap       FSDP and distributed optimizers reduce bucket by bucket during the backward; plain
                   data parallel training and ZeRO-1 reduce after it
     dropout       0.1 if attention is not a flash kernel, none if it is
@@ -27,6 +29,7 @@ from types import MappingProxyType
 from autopar.planner.costs.prediction import Arrangement, Recompute, Zero
 from autopar.planner.costs.schedules.table import ScheduleKind
 from autopar.planner.errors import InputError
+from autopar.planner.layers import Compile
 from autopar.planner.precision import Compression, Float8, Precision
 from benchmarks.validation.practice import Attention, Practice
 from benchmarks.validation.table import Row, stated
@@ -40,6 +43,7 @@ _PYTORCH = re.compile(r"torchtune|torchtitan|pytorch/ao", re.IGNORECASE)
 _OTHER_SCALES = re.compile(r"rowwise_with_gw_hp", re.IGNORECASE)  # gradients of weights in bf16
 _DEEPSPEED = re.compile(r"deepspeed", re.IGNORECASE)
 _FUSED_LOSS = re.compile(r"\bce fusion", re.IGNORECASE)
+_ASYNC_TENSOR = re.compile(r"async ?tp", re.IGNORECASE)
 _GROUP = re.compile(r"(?:group|shard)\s+(\d+)", re.IGNORECASE)
 
 
@@ -140,7 +144,7 @@ def settings_of(row: Row) -> Settings:
             attention=_attention(row, remade),
             is_loss_fused=bool(_FUSED_LOSS.search(row.notes)),
             fuses_gradients=zero < Zero.GRADIENTS and not has_both and not is_plain,
-            compiles=row.torch_compile is True and is_plain,
+            compile=_compile(row, is_plain=is_plain),
             float8=float8,
         ),
         dropout=0.0 if is_flash else 0.1,
@@ -149,6 +153,13 @@ def settings_of(row: Row) -> Settings:
         adds_in_products=zero < Zero.GRADIENTS and not is_deepspeed and not is_plain,
         is_sequence_parallel=bool(row.sp) and stated(row.tp) > 1,
     )
+
+
+def _compile(row: Row, *, is_plain: bool) -> Compile:
+    """Return what is compiled, and whether messages are fused (asynchronous tensor parallelism)."""
+    if row.torch_compile is not True or not is_plain:
+        return Compile.NONE
+    return Compile.FUSED if _ASYNC_TENSOR.search(row.notes) else Compile.LAYERS
 
 
 def float8_of(row: Row) -> Float8 | None:

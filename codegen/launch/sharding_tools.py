@@ -14,7 +14,7 @@ from autopar.codegen.launch.tool_facts import (
     half_flags,
     price,
 )
-from autopar.planner.costs.prediction import Arrangement, Compile, Recompute, Zero
+from autopar.planner.costs.prediction import Arrangement, Recompute, Zero
 from autopar.planner.errors import InputError
 from autopar.planner.plan.telling.words import CLIP_NORM, degrees_words, sharding_words
 from autopar.planner.precision import Compression, Precision
@@ -137,7 +137,7 @@ def transformers_sections(facts: ToolFacts, mode: Recompute) -> Mapping[str, Seq
         "gradient_accumulation_steps": chosen.microbatches,
         **halves,
         "activation_checkpointing": mode.runs_again,
-        "torch_compile": chosen.compile is not Compile.NONE,
+        "torch_compile": chosen.compile.takes_layers,
     }
     sections = (
         ToolSection(name="DISTRIBUTED", settings=degrees),
@@ -234,7 +234,7 @@ def deepspeed_notes(facts: ToolFacts) -> Iterator[str]:
         yield "DeepSpeed keeps the embedding whole, and the head unless vocab_parallel_lm_head"
     if chosen.tensor > 1 and facts.splits_sequence:
         yield "the plan splits activations between blocks along seq; DeepSpeed does not"
-    if chosen.compile is not Compile.NONE:
+    if chosen.compile.takes_layers:
         yield "DeepSpeed compiles after its initialization: engine.compile()"
     if chosen.precision.products:
         products = chosen.precision.products

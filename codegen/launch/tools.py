@@ -27,7 +27,7 @@ from autopar.codegen.launch.tool_facts import (
     some,
 )
 from autopar.codegen.launch.views import LaunchFile, rendered
-from autopar.planner.costs.prediction import Arrangement, Compile, Recompute
+from autopar.planner.costs.prediction import Arrangement, Recompute
 from autopar.planner.costs.schedules.table import ScheduleKind
 from autopar.planner.precision import Compression, Float8, Precision
 
@@ -100,9 +100,10 @@ def _notes(tool: Tool, facts: ToolFacts, mode: Recompute) -> Iterator[str]:
     chunked = [call for call, own in facts.modes_outside if own.makes_chunks]
     unsaid = [f"makes the logits of {some(chunked)} in chunks"] if chunked else []
     unsaid += [f"multiplies in float8 ({chosen.float8})"] * (chosen.float8 is not Float8.NONE)
+    unsaid += ["fuses messages with products"] * chosen.compile.fuses_messages
     unsaid += [f"takes {chosen.sync_every} local steps at a time"] * chosen.is_local
     yield from (f"the plan {one}; no setting here says so" for one in unsaid)
-    if chosen.compile is not Compile.NONE and not tool.compiles:
+    if chosen.compile.takes_layers and not tool.compiles:
         yield f"the plan compiles layers; {tool.name} has no setting for torch.compile"
     on_host = ["steps the optimizer"] * chosen.offload.has_states
     on_host += ["saves tensors of layers"] * facts.saves_on_host
@@ -160,7 +161,7 @@ def _titan_sections(facts: ToolFacts, mode: Recompute) -> Mapping[str, Sequence[
     """Return torchtitan's settings: TOML until release 0.2, Python from 0.3 on."""
     chosen = facts.arrangement
     batch = _titan_batch(chosen)
-    enabled = {"enable": chosen.compile is not Compile.NONE}
+    enabled = {"enable": chosen.compile.takes_layers}
     compiling = ToolSection(name="compile", settings=enabled)
     no_graphs = {"disable_cuda_graphs": True} if chosen.pipeline > 1 else {}  # or 0.3 refuses
     return {

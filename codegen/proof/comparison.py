@@ -9,11 +9,14 @@ PyTorch, which corresponds to one bit.
 
 from __future__ import annotations
 
+import ast
 import math
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice, product, zip_longest
+from pathlib import Path
 from typing import TypeAlias
 
 import torch
@@ -134,6 +137,45 @@ class RankTrained:
     parameters: RankBlocks  # and buffers, after the last step
     draws: tuple[NotedDraw, ...]  # of one additional step
     faults: tuple[str, ...]
+    messages: tuple[SentMessages, ...] = ()  # in each graph that inductor compiles
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SentMessage:
+    """A message between tensor ranks in a graph of a compiled layer."""
+
+    what: str  # gather, sum
+    is_backward: bool
+    is_fused: bool  # with the products beside it
+    line: int  # of the script, in the forward; 0 if it is not in the script
+
+
+SentMessages: TypeAlias = tuple[SentMessage, ...]  # of one graph
+
+
+def fusing_notes(ranks: Iterable[RankTrained], script: Path) -> Iterator[str]:
+    """Yield for each class of a script which messages of its layers inductor fuses with products.
+
+    Graphs of equal layers, and of several ranks, count once.
+    """
+    graphs = dict.fromkeys(graph for rank in ranks for graph in rank.messages if graph)
+    if not graphs:
+        return
+    text = script.read_text(encoding="utf-8")
+    classes = [one for one in ast.parse(text).body if isinstance(one, ast.ClassDef)]
+    of_class: dict[str, list[SentMessage]] = defaultdict(list)
+    for one in (one for graph in graphs for one in graph):
+        own = (k.name for k in classes if k.lineno <= one.line <= (k.end_lineno or 0))
+        of_class[next(own, "other code")].append(one)
+    for name, messages in of_class.items():
+        fused = sum(one.is_fused for one in messages)
+        yield f"inductor fuses {fused} of {len(messages)} messages of {name} with products"
+        for one in messages:
+            if not one.is_fused:
+                code = text.splitlines()[one.line - 1].strip() if one.line else "not in the script"
+                where = "the backward" if one.is_backward else "the forward"
+                yield f"not fused: the {one.what} in {where} of line {one.line}: {code}"
+    yield "GPUs alone have the fused ops: here, messages and products ran one after another"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

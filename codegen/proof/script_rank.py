@@ -11,9 +11,13 @@ import importlib.util
 import math
 import os
 import pickle
+import re
+import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -24,10 +28,18 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import Tensor, nn
+import torch.distributed as dist
+from torch import Tensor, fx, nn
+from torch.distributed._symmetric_memory import _test_mode
 from torch.optim import Optimizer
 
-from autopar.codegen.proof.comparison import RankBlock, RankInHalf, RankTrained
+from autopar.codegen.proof.comparison import (
+    RankBlock,
+    RankInHalf,
+    RankTrained,
+    SentMessage,
+    SentMessages,
+)
 from autopar.codegen.proof.draws import DrawRecorder
 from autopar.codegen.proof.exactness import (
     ExactMode,
@@ -35,6 +47,7 @@ from autopar.codegen.proof.exactness import (
     all_steps,
     all_tensors,
     clipped_share,
+    failure_of,
     trained_tensors,
     wide_copy,
 )
@@ -106,11 +119,17 @@ class StepRecorder:
 
 
 def run_script(
-    path: str, arguments: Sequence[str], *, limit: float | None = 1.0, compresses: bool = True
+    path: str,
+    arguments: Sequence[str],
+    *,
+    limit: float | None = 1.0,
+    compresses: bool = True,
+    counts_messages: bool = False,
 ) -> RankTrained:
     """Run a script's main; `limit` is its setting of the clipping norm.
 
-    If `compresses` is false, gradients are sent whole, whatever the script's setting is.
+    If `compresses` is false, gradients are sent whole, whatever the script's setting is. With
+    `counts_messages`, inductor says which messages of compiled layers it can fuse with products.
     """
     rank = int(os.environ.get("RANK", "0"))
     steps = int(dict(pairwise(arguments))["--steps"])
@@ -130,7 +149,11 @@ def run_script(
     if hasattr(script, "valid_targets"):  # absent if the loss has no targets to count
         script.valid_targets = _exactly(script.valid_targets, dtype)
     torch.manual_seed(_UNSEEDED + rank)
-    parts, losses = script.main([*arguments, "--steps", str(all_steps(steps))])
+    counting: AbstractContextManager[dict[SentMessages, None]] = (
+        _counted_messages(path) if counts_messages else nullcontext({})
+    )
+    with counting as messages:
+        parts, losses = script.main([*arguments, "--steps", str(all_steps(steps))])
     return RankTrained(
         losses=tuple(losses[:steps]),
         norms=tuple(watched.norms),
@@ -139,7 +162,50 @@ def run_script(
         parameters=tuple(watched.parameters),
         draws=watched.drawing.draws(parts),
         faults=watched.faults(limit),
+        messages=tuple(messages),
     )
+
+
+def _line_in(path: str, trace: str) -> int:
+    """Return the innermost line of a script in a trace as torch keeps it; 0 if none is there."""
+    found = re.findall(r'File "(.+)", line (\d+)', trace)
+    return next((int(line) for file, line in reversed(found) if file == path), 0)
+
+
+@contextmanager
+def _counted_messages(path: str) -> Iterator[dict[SentMessages, None]]:
+    """Collect the messages in each graph that inductor compiles inside, and which it can fuse.
+
+    The pass that fuses them runs on a copy of each graph, as if there were memory that GPUs share.
+    """
+    from torch._inductor.fx_passes.micro_pipeline_tp import _is_backward, micro_pipeline_tp_pass
+
+    found: dict[SentMessages, None] = {}
+    functional = torch.ops._c10d_functional
+    words = {
+        functional.all_gather_into_tensor.default: "gather",
+        functional.reduce_scatter_tensor.default: "sum",
+    }
+
+    def look(graph: fx.Graph) -> None:
+        sent = [one for one in graph.nodes if one.target in words]
+        copied = deepcopy(graph)
+        with _test_mode(), patch.object(dist, "is_nccl_available", lambda: True):
+            micro_pipeline_tp_pass(copied)
+        left = {one.name for one in copied.nodes}
+        messages = (
+            SentMessage(
+                what=words[one.target],
+                is_backward=_is_backward(graph),
+                is_fused=one.name not in left,
+                line=_line_in(path, one.meta.get("stack_trace") or ""),
+            )
+            for one in sent
+        )
+        found[tuple(messages)] = None
+
+    with torch._inductor.config.patch(post_grad_custom_post_pass=look):
+        yield found
 
 
 def run_as_it_is(path: str, arguments: Sequence[str]) -> RankInHalf:
@@ -244,6 +310,7 @@ class Job:
     clip_norm: float | None
     exact: Sequence[str]  # arguments of the float64 training
     compresses: bool = True  # whether it compresses gradients, if the script does
+    counts_messages: bool = False  # of compiled layers in it, and which inductor can fuse
     in_half: Sequence[str] = ()  # arguments of the 16-bit training, if there is one
 
     def left(self, kind: str, rank: int) -> Path:
@@ -254,10 +321,38 @@ class Job:
 def main(script: str, job_file: str) -> None:
     """Run a job's trainings of a script as this torchrun rank, each in a fresh fork."""
     job: Job = pickle.loads(Path(job_file).read_bytes())
-    exact = partial(run_script, script, job.exact, limit=job.clip_norm, compresses=job.compresses)
+    exact = partial(
+        run_script,
+        script,
+        job.exact,
+        limit=job.clip_norm,
+        compresses=job.compresses,
+        counts_messages=job.counts_messages,
+    )
     _run_in_new_process(exact, job, "exact")
     if job.in_half:
         _run_in_new_process(partial(run_as_it_is, script, job.in_half), job, "half")
+
+
+def trained_by_script(
+    script: Path, ranks: int, job: Job, settings: Mapping[str, str]
+) -> dict[str, list[Any]]:
+    """Run a job's trainings with torchrun, on CPUs; return each rank's results of each."""
+    job_file = job.folder / "job.pickle"
+    job_file.write_bytes(pickle.dumps(job))
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    module = ["-m", "autopar.codegen.proof.script_rank", str(script), str(job_file)]
+    command = [sys.executable, *torchrun, *module]
+    ours = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, **ours, **settings}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise failure_of(done.stderr, ranks, script)
+    kinds = ("exact", "half") if job.in_half else ("exact",)
+    return {
+        kind: [pickle.loads(job.left(kind, rank).read_bytes()) for rank in range(ranks)]
+        for kind in kinds
+    }
 
 
 def _run_in_new_process(run: Callable[[], Any], job: Job, kind: str) -> None:

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import ast
-import os
-import pickle
-import subprocess
-import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from difflib import SequenceMatcher
 from pathlib import Path
@@ -16,19 +12,22 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from autopar.codegen.emit import script_text
-from autopar.codegen.proof.comparison import TrainingComparison, compared, compared_in_half
+from autopar.codegen.proof.comparison import (
+    TrainingComparison,
+    compared,
+    compared_in_half,
+    fusing_notes,
+)
 from autopar.codegen.proof.draws import AxisSizes
-from autopar.codegen.proof.exactness import failure_of
 from autopar.codegen.proof.plain import Task, TrainedAlone, task_of, train_alone
 from autopar.codegen.proof.plain_half import PlainHalf, train_in_half
 from autopar.codegen.proof.plain_sums import RowsMeetError, rounding_note
 from autopar.codegen.proof.pretended_device import device_draw_faults
 from autopar.codegen.proof.replicas import short_round
-from autopar.codegen.proof.script_rank import Job
+from autopar.codegen.proof.script_rank import Job, trained_by_script
 from autopar.codegen.script.render import FILE_NAME
 from autopar.codegen.subject import subject_of
 from autopar.planner.cluster.toml_reading import bytes_text
-from autopar.planner.costs.prediction import Compile
 from autopar.planner.errors import InputError
 from autopar.planner.files import read_given
 from autopar.planner.plan.plan import Plan
@@ -217,15 +216,22 @@ def verify(
     ranks = plan.arrangement.ranks
     patience = LEAST_PATIENCE + SLOWER * ranks * (time.monotonic() - begun)
     settings, not_compiled = _compiled_here(plan, compiles=compiles)
-    if plan.arrangement.compile is not Compile.NONE and not settings:
+    if plan.arrangement.compile.takes_layers and not settings:
         patience += COMPILING_SECONDS
     kinds = {"exact": _options(steps, "float64")}
     if half is not None:
         kinds["half"] = _options(half_steps, half[0].dtype)
-    compresses = not not_compressed
-    found = _trained_by_script(
-        script, ranks, kinds, patience=patience, settings=settings, compresses=compresses
-    )
+    with TemporaryDirectory(prefix="autopar-verify-") as name:
+        job = Job(
+            folder=Path(name),
+            patience_seconds=patience,
+            clip_norm=script.clip_norm,
+            compresses=not not_compressed,
+            counts_messages=plan.arrangement.compile.fuses_messages and not settings,
+            exact=kinds["exact"],
+            in_half=kinds.get("half", ()),
+        )
+        found = trained_by_script(script.path, ranks, job, settings)
     comparison = compared(found["exact"], expected, axes_of(plan))
     if half is not None:
         comparison = replace(comparison, half=compared_in_half(found["half"], *half))
@@ -236,6 +242,7 @@ def verify(
         *_local_notes(plan, task),
         *not_compressed,
         *not_compiled,
+        *fusing_notes(found["exact"], script.path),
         *more,
     )
     return replace(comparison, faults=(*comparison.faults, *faults), notes=notes)
@@ -275,7 +282,7 @@ def _notes_on_types(plan: Plan) -> Iterator[str]:
 
 def _compiled_here(plan: Plan, *, compiles: bool) -> tuple[Mapping[str, str], tuple[str, ...]]:
     """Return the ranks' environment variables, which may turn torch.compile off, and a note why."""
-    if plan.arrangement.compile is Compile.NONE or (compiles and has_cpp_compiler()):
+    if not plan.arrangement.compile.takes_layers or (compiles and has_cpp_compiler()):
         return {}, ()
     why = "torch.compile finds no C++ compiler here (g++)" if compiles else ""
     return {_WITHOUT_COMPILING: "1"}, (f"layers ran without being compiled: {why}",) if why else ()
@@ -357,43 +364,3 @@ def check_fits(plan: Plan, memory_bytes: int) -> None:
             f"each, and this machine has {bytes_text(memory_bytes)}",
             fix="plan for fewer data ranks (--pin dp=2), and verify that",
         )
-
-
-def _trained_by_script(
-    script: GivenScript,
-    ranks: int,
-    kinds: Mapping[str, Sequence[str]],
-    *,
-    patience: float,
-    settings: Mapping[str, str],
-    compresses: bool,
-) -> dict[str, list[Any]]:
-    """Return each rank's results of each kind of training."""
-    with TemporaryDirectory(prefix="autopar-verify-") as name:
-        job = Job(
-            folder=Path(name),
-            patience_seconds=patience,
-            clip_norm=script.clip_norm,
-            compresses=compresses,
-            exact=kinds["exact"],
-            in_half=kinds.get("half", ()),
-        )
-        _run(ranks, script.path, job, settings)
-        return {
-            kind: [pickle.loads(job.left(kind, rank).read_bytes()) for rank in range(ranks)]
-            for kind in kinds
-        }
-
-
-def _run(ranks: int, script: Path, job: Job, settings: Mapping[str, str]) -> None:
-    """Run script_rank with torchrun, on CPUs."""
-    job_file = job.folder / "job.pickle"
-    job_file.write_bytes(pickle.dumps(job))
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    module = ["-m", "autopar.codegen.proof.script_rank", str(script), str(job_file)]
-    command = [sys.executable, *torchrun, *module]
-    ours = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    environment = {**os.environ, **ours, **settings}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise failure_of(done.stderr, ranks, script)

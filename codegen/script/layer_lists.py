@@ -30,7 +30,7 @@ from autopar.codegen.text.values import (
     tuple_of,
 )
 from autopar.planner.axes.infer import GraphAxes
-from autopar.planner.costs.prediction import Compile, Recompute
+from autopar.planner.costs.prediction import Recompute
 from autopar.planner.errors import LostLayersError
 from autopar.planner.findings.optimizer_call import learning_parameters
 from autopar.planner.findings.writes import writing_calls
@@ -202,7 +202,7 @@ def layer_lists(plan: Plan, subject: PlannedSubject, *, writing: Sequence[str]) 
         found.append(_listed("WRITING", writing))
     if plan.arrangement.zero.shards_modules:
         found.append(_listed("LAYERS", _gathered_alone(subject, paths), "gathered one by one"))
-    if plan.arrangement.compile is Compile.LAYERS:
+    if plan.arrangement.compile.takes_layers:
         found.append(
             _listed("COMPILED", compiled_layers(plan, subject), "each compiled by torch.compile")
         )
@@ -228,10 +228,12 @@ def compiled_layers(plan: Plan, subject: PlannedSubject) -> list[str]:
 
 def compile_call(plan: Plan, subject: PlannedSubject, part: str) -> Source:
     """Return the call that compiles layers of `part`, or "" if none are compiled."""
-    if plan.arrangement.compile is not Compile.LAYERS:
+    if not plan.arrangement.compile.takes_layers:
         return Source()
     varies = subject.file.build_collate is not None  # a batch is as long as its longest row
-    return Source(f"compile_layers({part}, COMPILED{', lengths_vary=True' * varies})")
+    more = ", lengths_vary=True" * varies
+    more += ", fusing=mesh.tensor" * plan.arrangement.compile.fuses_messages
+    return Source(f"compile_layers({part}, COMPILED{more})")
 
 
 def float8_call(plan: Plan, subject: PlannedSubject, part: str) -> Source:

@@ -25,6 +25,7 @@ from autopar.planner.files import (
     SomeSeconds,
 )
 from autopar.planner.graph.ops import Op
+from autopar.planner.layers import Compile
 from autopar.planner.precision import Compression, Float8, Kernels, Outer, Precision
 
 
@@ -75,13 +76,6 @@ class Recompute(StrEnum):
     def saves(self, op: Op, kernels: Kernels) -> bool:
         """Whether a layer that runs again saves the results of an op."""
         return self.saved_ops is not None and self.saved_ops(op, kernels)
-
-
-class Compile(StrEnum):
-    """The parts of a model that are compiled with torch.compile."""
-
-    NONE = "none"
-    LAYERS = "layers"  # each layer by itself; layers with equal code share the compiled code
 
 
 class Offload(StrEnum):

@@ -38,6 +38,7 @@ from autopar.planner.plan.search.ahead import Idle, idle_cores
 from autopar.planner.plan.search.demands import check_memory
 from autopar.planner.plan.search.space import allow_degrees, check_degrees
 from autopar.planner.plan.solving.prices import LayoutKey, LeastKey, Prices
+from autopar.planner.plan.telling.comparison import seconds_saved_by_fusing
 from autopar.planner.plan.traced import TracedModel
 from autopar.planner.precision import Float8
 
@@ -86,6 +87,48 @@ def check_demands(demands: PlanDemands) -> None:
     _check_degrees(demands.clusters, demands.constraints, BatchFacts(may_be_uneven=True))
     check_memory(demands.clusters[-1], demands.constraints)
     check_float8(demands.clusters[-1], demands.constraints)
+    check_fused(demands.clusters[-1], demands.constraints)
+
+
+def check_fused(cluster: Cluster, constraints: Constraints) -> None:
+    """Raise if messages should be fused with products where no tensor ranks of a node's GPUs are.
+
+    The fused ops copy pieces between the memories of GPUs that reach each other.
+    """
+    if constraints.compile is None or not constraints.compile.fuses_messages:
+        return
+    most, wanted = min(node.devices for node in cluster.nodes), constraints.tensor
+    cpus = [node.device.name for node in cluster.nodes if node.device.is_cpu]
+    if cpus:
+        why = f"{cpus[0]} has no such ops"
+    elif most == 1:
+        why = "a node has one device"
+    elif 1 in (wanted, constraints.max_tensor):
+        why = "one tensor rank sends no such messages"
+    elif wanted is not None and wanted > most:
+        why = f"{wanted} tensor ranks are more than the {most} devices of a node"
+    else:
+        return
+    raise _not_fused(constraints, why)
+
+
+def _check_is_fused(found: Planned) -> None:
+    """Raise if messages should be fused with products, and the best plan has none to fuse."""
+    plan, training = found.plan, found.training
+    is_wanted = plan.arrangement.compile.fuses_messages
+    if is_wanted and not seconds_saved_by_fusing(plan, training.axes, training.layers):
+        why = "in the best layouts, none is beside a product of compiled layers"
+        raise _not_fused(training.constraints, why)
+
+
+def _not_fused(constraints: Constraints, why: str) -> InputError:
+    declared = next(one for one in reversed(constraints.declared) if one.field == "compile")
+    return InputError(
+        f"no messages can be fused with products: {why}",
+        where=declared.origin,
+        expected="GPUs, and two or more tensor ranks in a node that split a sequence",
+        fix=f"leave out {declared.text}, or take --compile layers",
+    )
 
 
 def check_float8(cluster: Cluster, constraints: Constraints) -> None:
@@ -169,6 +212,7 @@ def plan_training(
         if _is_final(found, demands):
             cache.keep(_cached(found), question)
         cache.keep_all((one, _prices_key(training, key)) for key, one in prices.grown())
+    _check_is_fused(found)
     if demands.constraints.precision.scales_loss:
         check_means(training.graph, microbatch=found.plan.arrangement.microbatch)
     return found

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from autopar.planner.costs.prediction import Compile
 from autopar.planner.errors import AutoparError, ExitCode, InputError
 from autopar.planner.findings import OptimizerTraits
 from autopar.planner.graph.graph import Graph
@@ -113,7 +112,7 @@ def trace_planned(plan: StoredPlan, folder: Path) -> TracedModel:
         arguments=arguments,
         precision=plan.arrangement.precision,
         rows=plan.model.batch.fixed,
-        compiles=plan.arrangement.compile is Compile.LAYERS,
+        compiles=plan.arrangement.compile.takes_layers,
     )
 
 

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from autopar.runtime.ranks.mesh import DRY_RUN, Axis
 from autopar.runtime.ranks.refusal import refuse
+from autopar.runtime.tensor.collectives import fuse_with_products
 from autopar.runtime.tensor.shards import (
     Split,
     check_names,
@@ -362,14 +363,23 @@ def _suits(module: nn.Module, scaling: Scaling) -> bool:
     )
 
 
-def compile_layers(model: nn.Module, names: Sequence[str], *, lengths_vary: bool = False) -> None:
+def compile_layers(
+    model: nn.Module,
+    names: Sequence[str],
+    *,
+    lengths_vary: bool = False,
+    fusing: Axis | None = None,
+) -> None:
     """Compile the named layers, each separately; layers with equal code share the compiled code.
 
     Call this before `recompute` and `wrap`, so that the code that they add to a layer is not
     compiled. A line that torch cannot compile runs as it is, between two compiled parts. Dropout
     draws the same numbers as without compiling. Each shape of the arguments is compiled by itself.
     But with `lengths_vary`, the code compiled for the second length serves all later ones, too.
+    Messages of the axis `fusing` are fused with the products beside them.
     """
+    if fusing is not None:
+        fuse_with_products(fusing)
     layers = submodules(model, names)
     torch._inductor.config.fallback_random = True
     config = torch._dynamo.config

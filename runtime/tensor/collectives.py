@@ -26,13 +26,16 @@ this forward cut or the stage received, and of which this rank's share is as lon
 fits, all ranks are assumed to hold equally many elements.
 """
 
+import os
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
-from autopar.runtime.ranks.mesh import Axis
+from autopar.runtime.ranks.mesh import DRY_RUN, Axis
 from autopar.runtime.ranks.transport import summed
 from autopar.runtime.tensor.slices import (
     Cut,
@@ -127,6 +130,20 @@ def exchange(
     gather_dim, split_dim = gather_dim % x.ndim, split_dim % x.ndim
     converted: Tensor = _Exchange.apply(x, gather_dim, split_dim, gathered_cut, split_cut, axis)  # type: ignore[no-untyped-call]
     return converted
+
+
+def fuse_with_products(axis: Axis) -> None:
+    """Let inductor send gathers and sums along dims piece by piece, while products are computed.
+
+    GPUs of a node have ops for this, which copy from each other's memory. On CPUs and in a dry run
+    nothing changes.
+    """
+    if axis.group is None or not torch.cuda.is_available() or DRY_RUN in os.environ:
+        return
+    with warnings.catch_warnings():  # torch deprecates this call, and its pass still asks for it
+        warnings.simplefilter("ignore", FutureWarning)
+        enable_symm_mem_for_group(axis.group.group_name)
+    torch._inductor.config._micro_pipeline_tp = True
 
 
 def _convert(x: Tensor, axis: Axis, forward: Whole, backward: Whole) -> Tensor:

@@ -120,7 +120,7 @@ def test_what_an_earlier_search_found_is_not_found_again(
     timed = list[tuple[int, int, bool]]()  # tensor ranks, rows, whether compiled
 
     def watched_times(pricer: OpPricer, layers: Layers, *, tensor: int, **rest: Any) -> object:
-        timed.append((tensor, pricer.batch, pricer.compiles))
+        timed.append((tensor, pricer.batch, pricer.compile.takes_layers))
         return least.least_classes(pricer, layers, tensor=tensor, **rest)
 
     monkeypatch.setattr(bounding, "least_classes", watched_times)
@@ -131,7 +131,7 @@ def test_what_an_earlier_search_found_is_not_found_again(
             place = program._asked
             pricer = place.pricer
             assert isinstance(pricer, OpPricer)
-            solved.append((name, place.degree, pricer.batch, pricer.compiles))
+            solved.append((name, place.degree, pricer.batch, pricer.compile.takes_layers))
             return solve(program)
 
         monkeypatch.setattr(LayoutProgram, name, watched)

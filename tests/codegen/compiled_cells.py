@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from autopar.planner.costs.prediction import Compile, Recompute, Zero
+from autopar.planner.costs.prediction import Recompute, Zero
+from autopar.planner.layers import Compile
 from tests.field.cells import FAMILIES, Kind, Subject
 from tests.planner.subjects import ZOO, ZOO_MODELS
 

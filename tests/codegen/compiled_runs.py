@@ -26,10 +26,9 @@ from autopar.codegen.proof.plain import task_of
 from autopar.codegen.proof.script_rank import NAME, StepRecorder, run_script
 from autopar.codegen.proof.verification import axes_of
 from autopar.planner.axes.infer import infer_axes
-from autopar.planner.costs.prediction import Compile
 from autopar.planner.errors import AutoparError
 from autopar.planner.graph.graph import Graph
-from autopar.planner.layers import Layer, compiled_ops, find_layers
+from autopar.planner.layers import Compile, Layer, compiled_ops, find_layers
 from autopar.planner.plan.plan import Plan
 from tests.codegen.normed_apart import parts_normed, train_normed_apart
 from tests.field.cells import Kind, Subject

@@ -7,10 +7,9 @@ from typing import Any
 
 from autopar.planner.axes.infer import infer_axes
 from autopar.planner.cluster.file import choose_cluster
-from autopar.planner.costs.prediction import Compile
 from autopar.planner.costs.schedules.table import ScheduleKind
 from autopar.planner.graph.graph import Graph
-from autopar.planner.layers import find_layers
+from autopar.planner.layers import Compile, find_layers
 from autopar.planner.model.model_file import ModelFile
 from autopar.planner.plan.declared.constraints import Constraints, SplitRule
 from autopar.planner.plan.declared.settings import declare

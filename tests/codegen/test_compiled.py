@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from autopar.codegen.emit import emit
-from autopar.planner.costs.prediction import Compile, Recompute
+from autopar.planner.costs.prediction import Recompute
 from autopar.planner.costs.schedules.table import SCHEDULES, ScheduleKind
 from autopar.planner.errors import InputError
+from autopar.planner.layers import Compile
 from autopar.planner.plan.declared.constraints import RecomputePin
 from tests.cells import cells
 from tests.codegen import compiled_cells, test_lengths

@@ -32,7 +32,8 @@ from autopar.codegen.proof.plain import (
 )
 from autopar.codegen.proof.plain_half import train_in_half
 from autopar.codegen.proof.script_rank import imported, run_as_it_is
-from autopar.planner.costs.prediction import Compile, Recompute, Zero
+from autopar.planner.costs.prediction import Recompute, Zero
+from autopar.planner.layers import Compile
 from autopar.planner.model.model_file import load_model_file
 from autopar.planner.plan.declared.constraints import RecomputePin
 from autopar.planner.plan.plan import Plan

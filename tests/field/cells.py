@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from autopar.planner.costs.prediction import Compile, Recompute, Zero
+from autopar.planner.costs.prediction import Recompute, Zero
 from autopar.planner.costs.schedules.table import ScheduleKind
+from autopar.planner.layers import Compile
 from autopar.planner.precision import Precision
 from tests.field.families import TRIED
 from tests.planner.subjects import ZOO

@@ -37,7 +37,7 @@ from autopar.codegen.emit import script_text
 from autopar.codegen.proof.dryrun.watching import PICKED, FirstStep, run_first_step
 from autopar.codegen.proof.exactness import LAST_LINES, ScriptFailedError
 from autopar.codegen.subject import subject_of
-from autopar.planner.costs.prediction import Arrangement, Compile, MemoryPrediction
+from autopar.planner.costs.prediction import Arrangement, MemoryPrediction
 from autopar.planner.costs.schedules.table import SCHEDULES, in_flight
 from autopar.planner.costs.steps.step import pipeline_shape
 from autopar.planner.errors import InputError
@@ -106,7 +106,7 @@ def dry_run(plan: Plan, folder: Path, *, rank: int) -> DryRun:
         predicted_device_bytes=predicted.device_bytes,
         host_bytes=report["host_bytes"],
         predicted_host_bytes=predicted.host_bytes,
-        runs_uncompiled=plan.arrangement.compile is not Compile.NONE,
+        runs_uncompiled=plan.arrangement.compile.takes_layers,
     )
 
 

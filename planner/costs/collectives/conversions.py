@@ -1,4 +1,4 @@
-"""Prices conversions between layouts, and the messages of synchronised batch norms.
+"""Prices conversions between layouts, and the messages of split ops and synchronised batch norms.
 
 A synchronised batch norm takes statistics over the rows of all data ranks:
 
@@ -34,6 +34,8 @@ class Converted:
     produced_bytes: int
     needed_bytes: int
     is_contiguous: bool
+    # of the products that inductor fuses with the messages, forward and backward; 0 without any
+    beside_seconds: tuple[float, float] = (0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,10 +57,15 @@ def conversion_cost(
     tensor: Converted, *, degree: int, shape: GroupShape, rates: Throughput, has_gradient: bool
 ) -> ConversionCost:
     """Return the cost of converting one layout to another."""
-    forward, forward_wire = _seconds(tensor.step.forward, tensor, degree, shape, rates)
+    forward_beside, backward_beside = tensor.beside_seconds
+    forward, forward_wire = _seconds(
+        tensor.step.forward, tensor, degree, shape, rates, forward_beside
+    )
     if not has_gradient:
         return ConversionCost(forward_seconds=forward, forward_communication_seconds=forward_wire)
-    backward, backward_wire = _seconds(tensor.step.backward, tensor, degree, shape, rates)
+    backward, backward_wire = _seconds(
+        tensor.step.backward, tensor, degree, shape, rates, backward_beside
+    )
     return ConversionCost(
         forward_seconds=forward,
         backward_seconds=backward,
@@ -74,8 +81,12 @@ def _seconds(
     degree: int,
     shape: GroupShape,
     rates: Throughput,
+    beside_seconds: float,
 ) -> tuple[float, float]:
-    """Return the seconds of a conversion's forward or backward, and of the collective in it."""
+    """Return the seconds of a conversion's forward or backward, and of the collective in it.
+
+    If products are computed meanwhile, these are the seconds in addition to theirs.
+    """
     part = min(tensor.produced_bytes, tensor.needed_bytes)
     whole = max(tensor.produced_bytes, tensor.needed_bytes)
     if isinstance(step, LocalAction):
@@ -87,9 +98,25 @@ def _seconds(
     else:
         payload = part * degree  # parts of unequal size are padded
     wire = collective_seconds(step, payload, shape)
+    if beside_seconds:
+        wire = fused_seconds(beside_seconds, wire, pieces=degree) - beside_seconds
     if tensor.is_contiguous or step is Collective.ALL_REDUCE:
         return wire, wire
     return wire + memory_seconds(2 * payload, rates=rates), wire
+
+
+def fused_seconds(product_seconds: float, message_seconds: float, *, pieces: int) -> float:
+    """Return the time of a product and a message that run side by side, piece by piece.
+
+        T = max(C, M) + min(C, M) ÷ n
+
+    C is the product's time, M that of the message, n the number of pieces, which is that of ranks.
+    The first piece of one has none of the other beside it. This is how torch's fused ops work
+    (torch/distributed/_symmetric_memory: a stream copies the next piece from another rank while the
+    piece before is multiplied). Leaves out that products of a piece run at a lower rate, barriers
+    between ranks, and that copies between ranks may be faster or slower than nccl's messages.
+    """
+    return max(product_seconds, message_seconds) + min(product_seconds, message_seconds) / pieces
 
 
 def _local_seconds(step: LocalAction, part: int, whole: int, rates: Throughput) -> float:
@@ -103,7 +130,7 @@ def _local_seconds(step: LocalAction, part: int, whole: int, rates: Throughput) 
     return memory_seconds(moved, rates=rates) if moved else 0.0
 
 
-_ELEMENT_BYTES = 4  # statistics are sent in fp32
+_ELEMENT_BYTES = 4  # statistics, and numbers inside split ops, are sent in fp32
 # Ops that runtime/data_parallel/batch_norm.py dispatches in addition to those of a local norm.
 _FORWARD_OPS, _BACKWARD_OPS = 22, 15
 
@@ -166,6 +193,15 @@ def synchronising(statistics: Statistics, group: GroupShape) -> Synchronising:
 
 def _gathered_bytes(channels: int, group: GroupShape) -> int:
     return (2 * channels + 1) * _ELEMENT_BYTES * group.ranks
+
+
+def numbers_seconds(sends: Iterable[tuple[Collective, int]], rows: int, shape: GroupShape) -> float:
+    """Return the seconds of the collectives inside a split op, which send numbers of each row."""
+    ranks = {Collective.ALL_GATHER: shape.ranks}  # its payload counts all ranks' numbers
+    return sum(
+        collective_seconds(one, numbers * ranks.get(one, 1) * rows * _ELEMENT_BYTES, shape)
+        for one, numbers in sends
+    )
 
 
 def _statistics_seconds(

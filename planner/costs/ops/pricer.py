@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from autopar.planner.axes.infer import GraphAxes
-from autopar.planner.cluster.cluster import Collective, Device
+from autopar.planner.cluster.cluster import Device
 from autopar.planner.cluster.shape import GroupShape
-from autopar.planner.costs.collectives.choice import collective_seconds
 from autopar.planner.costs.collectives.conversions import (
     FREE,
     ConversionCost,
     Converted,
     conversion_cost,
+    numbers_seconds,
 )
 from autopar.planner.costs.kernels.kernels import memory_seconds
 from autopar.planner.costs.kernels.rates import rates_of
@@ -44,14 +44,16 @@ from autopar.planner.costs.ops.measurements import (
 )
 from autopar.planner.costs.ops.seconds import op_seconds
 from autopar.planner.graph.graph import Graph
-from autopar.planner.graph.layouts import WHOLE, Layout, conversion
+from autopar.planner.graph.layouts import WHOLE, Conversion, Layout, conversion
 from autopar.planner.graph.ops import Op, Parameter, TensorOrigin
 from autopar.planner.layers import (
+    Compile,
     Layers,
     Residence,
     compiled_ops,
     find_layers,
     float8_linears,
+    products_beside,
     residence,
 )
 from autopar.planner.precision import Float8, Kernels, Precision, item_bytes
@@ -68,14 +70,11 @@ class OpCost:
     measured: bool
 
 
-_NUMBER_BYTES = 4  # the collectives inside split ops send fp32 numbers
-
-
 class OpPricer:
     """Prices the ops, tensors and conversions of a graph at one batch, precision and device.
 
-    `layers` are found if not passed. Pricers of one graph may share `alike`. If `compiles`,
-    torch.compile fuses the ops of each layer, and `float8` says how linear layers multiply.
+    `layers` are found if not passed. Pricers of one graph may share `alike`. `float8` says how
+    linear layers multiply.
     """
 
     stops_early = True  # a layer's recomputation stops at the last tensor that the backward needs
@@ -91,13 +90,13 @@ class OpPricer:
         device: Device,
         measured: Measurements | None = None,
         layers: Layers | None = None,
-        compiles: bool = False,
+        compile_: Compile = Compile.NONE,
         float8: Float8 = Float8.NONE,
         alike: FoundAlike | None = None,
     ) -> None:
         self.graph = graph
         self.axes = axes
-        self.compiles, self.float8 = compiles, float8
+        self.compile, self.float8 = compile_, float8
         self.batch = graph.fixed_batch or batch
         self.precision = precision
         self.device = device
@@ -147,7 +146,7 @@ class OpPricer:
     @cached_property
     def fusion(self) -> Fusion:
         """How torch.compile fuses ops of the layers that it compiles."""
-        if not self.compiles:
+        if not self.compile.takes_layers:
             return Fusion()
         key, known = self.kernels, self._alike.fusings
         if key not in known:
@@ -159,7 +158,7 @@ class OpPricer:
     @cached_property
     def float8_ops(self) -> Mapping[str, bool]:
         """The products in float8, and whether each is the first of its layer to cast its input."""
-        if not self.compiles or self.float8 is Float8.NONE:
+        if not self.compile.takes_layers or self.float8 is Float8.NONE:
             return {}
         linears, found = float8_linears(self.graph, self.layers, self.float8), dict[str, bool]()
         for layer in self.layers.layers:
@@ -173,7 +172,7 @@ class OpPricer:
     def float8_bytes(self, op: Op, split: OpSplit | None) -> int:
         """Return the memory of a product's factors in float8 while its backward runs.
 
-        There are two copies of the result's gradient, and one each of input and weight.
+        There are two copies of the result's gradient, one each of input and weight.
         """
         if op.name not in self.float8_ops:
             return 0
@@ -216,11 +215,7 @@ class OpPricer:
         if shapes.form is None:
             return 0.0
         rows = shapes.numel(op.inputs[0]) // max(1, chunks * shapes.letters((form.letter,)))
-        gathered = {Collective.ALL_GATHER: shape.ranks}  # its payload counts all ranks' numbers
-        return sum(
-            collective_seconds(one, numbers * gathered.get(one, 1) * rows * _NUMBER_BYTES, shape)
-            for one, numbers in form.sends
-        )
+        return numbers_seconds(form.sends, rows, shape)
 
     def key(self, op: Op, split: OpSplit | None = None) -> OpKey:
         """Return an op's key in a profile."""
@@ -284,6 +279,7 @@ class OpPricer:
             produced_bytes=self.tensor_bytes(tensor, produced, degree),
             needed_bytes=self.tensor_bytes(tensor, needed, degree),
             is_contiguous=all(self.sizes.is_one_piece(tensor, one) for one in (produced, needed)),
+            beside_seconds=self._beside_seconds(tensor, step, (produced, needed), degree),
         )
         key = converted, self.graph.tensors[tensor].requires_grad, degree, shape
         if key not in self._conversions:
@@ -291,6 +287,23 @@ class OpPricer:
                 converted, degree=degree, shape=shape, rates=self.rates.own, has_gradient=key[1]
             )
         return self._conversions[key]
+
+    def _beside_seconds(
+        self, tensor: str, step: Conversion, ends: tuple[Layout, Layout], degree: int
+    ) -> tuple[float, float]:
+        """Return the seconds on a rank of the products that fuse with a tensor's messages.
+
+        Each rank has its share of a product, whatever the axis along which that is split. Messages
+        of uneven parts, or of parts of the last dim, are not fused.
+        """
+        part, whole = sorted(self.elements(tensor, one, degree) for one in ends)
+        is_last = any(one.dim == len(self.graph.tensors[tensor].shape) - 1 for one in ends)
+        if not self.compile.fuses_messages or part * degree != whole or is_last:
+            return 0.0, 0.0
+        found = products_beside(self.graph, tensor, step, self.fusion.saved)
+        forward, backward = ([self.cost(op) for op in ops] for ops in found)
+        again = sum(one.backward_seconds - one.weight_gradient_seconds for one in backward)
+        return sum(one.forward_seconds for one in forward) / degree, again / degree
 
     def conversion_seconds(
         self, tensor: str, produced: Layout, needed: Layout, degree: int, shape: GroupShape

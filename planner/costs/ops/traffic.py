@@ -178,8 +178,8 @@ def backward_bytes(case: OpCase) -> int:
 def cast_seconds(case: OpCase) -> OpSeconds:
     """Return the seconds of kernels that cast the factors of a linear layer to float8.
 
-    `CastBytes` lists the bytes that they move per element. Leaves out the bytes of the scales, and
-    that a kernel which makes a factor may also find its largest element.
+    `CastBytes` lists the bytes that they move per element. Leaves out that products read scales,
+    and that a kernel which makes a factor may also find its largest element.
     """
     if case.float8 is Float8.NONE:
         return OpSeconds(forward=0.0)

@@ -20,7 +20,6 @@ from autopar.planner.annotate import state_of
 from autopar.planner.cluster.shape import Kind, RowShare
 from autopar.planner.costs.prediction import (
     Arrangement,
-    Compile,
     Modes,
     Offload,
     Recompute,
@@ -29,6 +28,7 @@ from autopar.planner.costs.prediction import (
 from autopar.planner.costs.steps.memory import layer_unsharded_bytes
 from autopar.planner.costs.steps.stage_load import rank_groups
 from autopar.planner.costs.steps.state import layer_state_bytes, reduced_state_bytes
+from autopar.planner.layers import Compile
 from autopar.planner.plan.bounds.bottleneck import (
     LayerBlock,
     PipelineRoom,

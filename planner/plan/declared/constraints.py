@@ -14,10 +14,11 @@ from typing import Any
 
 from autopar.planner.axes.infer import GraphAxes
 from autopar.planner.cluster.toml_reading import FIGURE
-from autopar.planner.costs.prediction import Arrangement, Compile, Offload, Recompute, Zero
+from autopar.planner.costs.prediction import Arrangement, Offload, Recompute, Zero
 from autopar.planner.costs.schedules.table import ScheduleKind
 from autopar.planner.errors import InputError
 from autopar.planner.graph.graph import Graph
+from autopar.planner.layers import Compile
 from autopar.planner.precision import (
     LEAST_OF_PART,
     LOCAL_STEPS,
@@ -229,17 +230,15 @@ def constraints_of(declared: Iterable[Declared]) -> Constraints:
 
 def _compiled(constraints: Constraints) -> Constraints:
     """Return the constraints with compiled layers, which float8 needs; raise if they forbid it."""
-    suitable = constraints.float8.precisions
-    rivals = {"compile": constraints.compile is Compile.NONE,
-              "precision": constraints.precision not in suitable}  # fmt: skip
-    for field, is_rival in rivals.items():
-        if is_rival:
-            both = [one for one in constraints.declared if one.field in ("float8", field)]
-            raise InputError(
-                f"{conflict_text(both)} exclude each other",
-                expected=f"{' or '.join(suitable)}, compiled: uncompiled, float8 is slower",
-                fix="leave one of them out",
-            )
+    suited = {"compile": (None, Compile.LAYERS), "precision": constraints.float8.precisions}
+    for field in (one for one, among in suited.items() if getattr(constraints, one) not in among):
+        both = [one for one in constraints.declared if one.field in ("float8", field)]
+        raise InputError(
+            f"{conflict_text(both)} exclude each other",
+            expected=f"{' or '.join(constraints.float8.precisions)}, compile layers: float8 is "
+            "slower uncompiled, and its casts stand between messages and products",
+            fix="leave one of them out",
+        )
     return replace(constraints, compile=Compile.LAYERS)
 
 

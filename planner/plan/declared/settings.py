@@ -9,9 +9,10 @@ from types import MappingProxyType
 from typing import Annotated, Any, TypedDict, TypeVar, get_type_hints
 
 from autopar.planner.cluster.toml_reading import nearest, parse_bytes
-from autopar.planner.costs.prediction import Compile, Offload, Zero
+from autopar.planner.costs.prediction import Offload, Zero
 from autopar.planner.costs.schedules.table import ScheduleKind
 from autopar.planner.errors import InputError
+from autopar.planner.layers import Compile
 from autopar.planner.plan.declared.constraints import (
     Declared,
     MemoryLimit,
@@ -137,10 +138,6 @@ def _read_zero(value: object, where: str) -> Zero:
     return Zero(level)
 
 
-def _read_offload(value: object, where: str) -> Offload:
-    return read_name(value, where, Offload)
-
-
 def _read_schedule(value: object, where: str) -> ScheduleKind:
     return read_name(value, where, ScheduleKind)
 
@@ -219,8 +216,8 @@ class DemandOptions(TypedDict, total=False):
     compile: Annotated[str | None, DemandSetting(
         place="compile", field="compile", read=_named(Compile),
         say="compile {value}", metavar="WHAT", example='"layers"',
-        text="layers: torch.compile takes each layer separately; none: no compilation; default: "
-        "on GPUs whichever is predicted faster",
+        text="layers: torch.compile takes each layer separately; fused: and messages are sent "
+        "beside products; none; default: on GPUs layers or none, whichever is predicted faster",
     )]
     float8: Annotated[str | None, DemandSetting(
         place="float8", field="float8", read=_named(Float8),
@@ -228,7 +225,7 @@ class DemandOptions(TypedDict, total=False):
         text="linear layers multiply in float8, by torchao: tensorwise, rowwise, mxfp8; else: none",
     )]
     offload: Annotated[str | None, DemandSetting(
-        place="offload", field="offloads", read=lambda value, where: (_read_offload(value, where),),
+        place="offload", field="offloads", read=_alone(_named(Offload)),
         say="offload {value}", metavar="WHAT", example='"optimizer"',
         text="optimizer: gradients and optimizer states are in host memory, and the CPU does the "
         "step; outer: those of local steps' outer optimizer; none; default: whichever is better",

@@ -22,7 +22,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TypeAlias
 
-from autopar.planner.costs.prediction import Arrangement, Compile
+from autopar.planner.costs.prediction import Arrangement
+from autopar.planner.layers import Compile
 from autopar.planner.plan.bounds.bounding import BoundKind, Bounds
 from autopar.planner.plan.search.points import SearchItem, Variant
 from autopar.planner.plan.solving.candidate import layer_key

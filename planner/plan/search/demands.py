@@ -10,11 +10,12 @@ from operator import or_
 from autopar.planner.axes.infer import GraphAxes
 from autopar.planner.cluster.cluster import Cluster
 from autopar.planner.cluster.toml_reading import bytes_text
-from autopar.planner.costs.prediction import Compile, Offload, Recompute, Zero
+from autopar.planner.costs.prediction import Offload, Recompute, Zero
 from autopar.planner.costs.schedules.table import SCHEDULES
 from autopar.planner.costs.steps.stage_load import least_host
 from autopar.planner.errors import InfeasibleError, InputError, TimeLimitError
 from autopar.planner.findings.writes import unable
+from autopar.planner.layers import Compile
 from autopar.planner.plan.declared.constraints import (
     DEFAULT_HOST_MEMORY,
     DEFAULT_MEMORY,
@@ -182,7 +183,7 @@ def _compiles(cluster: Cluster, constraints: Constraints) -> Iterator[Compile]:
 
 def may_compile(cluster: Cluster, constraints: Constraints) -> bool:
     """Whether the search looks at plans with compiled layers."""
-    return Compile.LAYERS in _compiles(cluster, constraints)
+    return any(one.takes_layers for one in _compiles(cluster, constraints))
 
 
 def _offloads(cluster: Cluster, constraints: Constraints) -> tuple[Offload, ...]:
@@ -218,7 +219,7 @@ def _modes(
     If a rule sends the tensors of some layers to the host, those of all others stay on the device.
     """
     every = subject.layers.layers
-    is_compiled = constraints.compile is Compile.LAYERS
+    is_compiled = (constraints.compile or Compile.NONE).takes_layers
     modes = frozenset(mode for mode in Recompute if mode.compiles or not is_compiled)
     is_asked = any(pin.mode.is_on_host for pin in constraints.recompute)
     is_closed = host_saving(cluster, constraints) is HostSaving.NEVER or is_asked
@@ -236,7 +237,7 @@ def _modes(
                 f"compiled layers cannot be recomputed in the mode {mode}",
                 expected=f"one of {', '.join(sorted(modes))}: inductor decides itself what of a "
                 "compiled layer is computed again",
-                fix="leave out compile=layers, or this rule",
+                fix=f"leave out compile={constraints.compile}, or this rule",
             )
         if mode in without:
             call = subject.graph.calls.get(every[position].call)
@@ -306,8 +307,10 @@ def _expected(conflict: Sequence[Declared], *, layers: int, shared: Sequence[str
             f"ZeRO 0 or 1, bf16 or fp32, and no offloading with gradients {sent[0].sums}: a rank "
             "keeps what rounding has lost of all its gradients, which it sends once in a step"
         )
-    if splits and chosen.compile is Compile.LAYERS:
+    if splits and (chosen.compile or Compile.NONE).takes_layers:
         return "a schedule whose backwards are whole: those of compiled layers cannot be halved"
+    if (chosen.compile or Compile.NONE).fuses_messages:
+        return "tensor ranks within a node, whose messages can be fused"
     if _is_about_stages(conflict) or shared:
         return (
             f"stages of whole layers in the model's order, each with some of its {layers} layers "

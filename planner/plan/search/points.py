@@ -19,9 +19,10 @@ from functools import cached_property
 
 from autopar.planner.cluster.cluster import Cluster, Device
 from autopar.planner.cluster.shape import RowShare, group_shape, kinds_of_blocks
-from autopar.planner.costs.prediction import Arrangement, Compile, Offload
+from autopar.planner.costs.prediction import Arrangement, Offload
 from autopar.planner.costs.schedules.table import ScheduleKind
 from autopar.planner.costs.steps.stage_load import rank_groups
+from autopar.planner.layers import Compile
 from autopar.planner.plan.bounds.bounding import BoundKind, Bounds
 from autopar.planner.plan.declared.constraints import Constraints, Objective, allows
 from autopar.planner.plan.declared.limits import least_rows
@@ -227,7 +228,8 @@ class Points:
         for pipeline, data, tensor in legal:
             if pipeline <= layers and tensor <= self._most_tensor():
                 for one in self.choices.compiles:
-                    yield from self._of_degrees((pipeline, data, tensor), one)
+                    if not one.fuses_messages or 1 < tensor <= self.choices.node_devices:
+                        yield from self._of_degrees((pipeline, data, tensor), one)
 
     def _of_degrees(self, degrees: Degrees, compile_: Compile) -> Iterator[Arrangement]:
         pipeline, data, tensor = degrees

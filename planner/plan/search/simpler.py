@@ -9,7 +9,8 @@ from itertools import count
 from typing import Generic, TypeVar
 
 from autopar.planner.cluster.toml_reading import seconds_text
-from autopar.planner.costs.prediction import Arrangement, Compile, Offload
+from autopar.planner.costs.prediction import Arrangement, Offload
+from autopar.planner.layers import Compile
 from autopar.planner.plan.search.best_first import FoundLeaf, SearchNode, Unproved, never
 from autopar.planner.plan.solving.candidate import Candidate, recomputes
 from autopar.planner.precision import Compression
@@ -36,7 +37,7 @@ def complexity(arrangement: Arrangement, *, recomputes: bool) -> Complexity:
         int(arrangement.offload is not Offload.NONE),
         [*Compression].index(arrangement.compression),
         int(recomputes),
-        int(arrangement.compile is Compile.LAYERS),
+        [*Compile].index(arrangement.compile),
     )
 
 

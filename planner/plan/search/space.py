@@ -12,11 +12,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import lcm, log
 
-from autopar.planner.costs.prediction import Arrangement, Compile, Offload, Zero
+from autopar.planner.costs.prediction import Arrangement, Offload, Zero
 from autopar.planner.costs.schedules.orders import PipelineShape
 from autopar.planner.costs.schedules.table import SCHEDULES, ScheduleKind, refusal
 from autopar.planner.costs.steps.state import loses_unkept, offloads_wrongly, shards_in_vain
 from autopar.planner.errors import InfeasibleError
+from autopar.planner.layers import Compile
 from autopar.planner.plan.declared.constraints import (
     CHOICES,
     Constraints,
@@ -322,7 +323,7 @@ def pipelines(point: Arrangement, choices: Choices) -> Iterator[tuple[ScheduleKi
         yield ScheduleKind.ONE_F_ONE_B, 1
         return
     for kind in choices.schedules:
-        if point.compile is Compile.LAYERS and SCHEDULES[kind].splits_backward:
+        if point.compile.takes_layers and SCHEDULES[kind].splits_backward:
             continue  # the backward of a compiled layer is one function
         pinned = choices.stages_per_rank
         for stages_per_rank in STAGES_PER_RANK if pinned is None else (pinned,):

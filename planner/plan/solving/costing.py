@@ -25,11 +25,11 @@ from autopar.planner.costs.layers.flow import UNSHARED, SharedWeights
 from autopar.planner.costs.layers.layer import layer_costs
 from autopar.planner.costs.ops.measurements import Measurements
 from autopar.planner.costs.ops.pricer import OpPricer
-from autopar.planner.costs.prediction import Arrangement, Compile, LayerCost, Modes, Recompute
+from autopar.planner.costs.prediction import Arrangement, LayerCost, Modes, Recompute
 from autopar.planner.costs.steps.framework import read_framework_constants
 from autopar.planner.graph.graph import Graph
 from autopar.planner.graph.layouts import OpLayout
-from autopar.planner.layers import Layer, Layers, Residence, residence
+from autopar.planner.layers import Compile, Layer, Layers, Residence, residence
 from autopar.planner.plan.declared.constraints import HostSaving
 from autopar.planner.plan.solving.prices import LayerKey, LayoutKey, LayoutPrices, Prices
 from autopar.planner.precision import GRADIENT_BYTES, Float8, Precision
@@ -110,7 +110,7 @@ class PriceBook:
                 device=share.device,
                 measured=self.measured,
                 layers=self.subject.layers,
-                compiles=compile_ is Compile.LAYERS,
+                compile_=compile_,
                 float8=self.float8,
                 alike=self.prices.alike,
             )
@@ -265,7 +265,7 @@ class PriceBook:
                 known[circumstances] = {
                     mode: cost
                     for mode, cost in self._offered(costs, inside).items()
-                    if mode.compiles or not pricer.compiles
+                    if mode.compiles or not pricer.compile.takes_layers
                 }
             rows.append(known[circumstances])
         return tuple(rows)

@@ -13,7 +13,8 @@ from autopar.planner.cluster.cluster import Device
 from autopar.planner.cluster.shape import GroupShape, RowShare
 from autopar.planner.costs.ops.kept import FoundAlike
 from autopar.planner.costs.ops.pricer import OpPricer
-from autopar.planner.costs.prediction import Compile, Modes
+from autopar.planner.costs.prediction import Modes
+from autopar.planner.layers import Compile
 from autopar.planner.plan.declared.constraints import HostSaving
 from autopar.planner.programs.layouts.choice import LayoutProgram, LayoutSolution, LinePrice
 from autopar.planner.programs.layouts.program import WeightLimit

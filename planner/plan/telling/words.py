@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from autopar.planner.costs.prediction import Arrangement, Compile, Recompute
+from autopar.planner.costs.prediction import Arrangement, Recompute
 from autopar.planner.findings.loss import Follows, loss_of_parts
 from autopar.planner.findings.rows import drawn_once, meeting_rows, norm_of_rows
 from autopar.planner.graph.graph import Graph
@@ -133,10 +133,10 @@ def offload_words(arrangement: Arrangement) -> str:
 
 def compile_words(arrangement: Arrangement) -> str:
     """Return "compiled layers", with the scales of float8 if used; "" if nothing is compiled."""
-    if arrangement.compile is Compile.NONE:
+    if not arrangement.compile.takes_layers:
         return ""
     scaled = "" if arrangement.float8 is Float8.NONE else f" in float8 ({arrangement.float8})"
-    return f"compiled {arrangement.compile}{scaled}"
+    return f"{arrangement.compile.words}{scaled}"
 
 
 def recompute_words(stages: Sequence[PlannedStage]) -> str:

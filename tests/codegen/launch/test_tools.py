@@ -21,9 +21,10 @@ import yaml
 
 from autopar.codegen.launch.tool_facts import ToolFacts, facts_of_layers, tool_facts
 from autopar.codegen.launch.tools import TOOLS, tool_files
-from autopar.planner.costs.prediction import Compile, Recompute, Zero
+from autopar.planner.costs.prediction import Recompute, Zero
 from autopar.planner.costs.schedules.table import ScheduleKind, rank_of
 from autopar.planner.errors import InputError
+from autopar.planner.layers import Compile
 from autopar.planner.plan.plan import Plan, PlannedStage
 from autopar.planner.precision import Compression, Precision
 from tests.codegen.launch.test_quoting import HOSTILE

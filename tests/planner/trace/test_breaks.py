@@ -13,9 +13,8 @@ from autopar.notes import note_breaks
 from autopar.planner.axes.infer import infer_axes
 from autopar.planner.cluster.file import choose_cluster
 from autopar.planner.costs.ops.pricer import OpPricer
-from autopar.planner.costs.prediction import Compile
 from autopar.planner.graph.graph import Graph
-from autopar.planner.layers import compiled_ops, find_layers
+from autopar.planner.layers import Compile, compiled_ops, find_layers
 from autopar.planner.model.model_file import load_model_file
 from autopar.planner.precision import Precision
 from autopar.planner.trace import trace
@@ -94,7 +93,12 @@ def test_a_layer_that_is_not_compiled_is_priced_as_it_is(broken: Graph) -> None:
     (node,) = choose_cluster(1, "h100-sxm").nodes
     prices = {
         compiles: OpPricer(
-            broken, axes, batch=4, precision=Precision.FP32, device=node.device, compiles=compiles
+            broken,
+            axes,
+            batch=4,
+            precision=Precision.FP32,
+            device=node.device,
+            compile_=Compile.LAYERS if compiles else Compile.NONE,
         )
         for compiles in (False, True)
     }

@@ -15,7 +15,7 @@ from autopar.planner.costs.layers.layer import kept_places, layer_costs
 from autopar.planner.costs.ops.pricer import OpPricer
 from autopar.planner.costs.prediction import LayerCost, Recompute
 from autopar.planner.graph.ops import Op
-from autopar.planner.layers import Layer
+from autopar.planner.layers import Compile, Layer
 from autopar.planner.model.model_file import load_model_file
 from autopar.planner.precision import Precision
 from tests.planner.costs.ops.op_factories import device, known, layer_of, pricer, shape, whole
@@ -29,7 +29,7 @@ def compiled(*case: str, name: str = "h100", precision: Precision = Precision.BF
     graph, axes, layers = known(*case)
     return OpPricer(
         graph, axes, batch=ROWS, precision=precision, device=device(name), layers=layers,
-        compiles=True,
+        compile_=Compile.LAYERS,
     )  # fmt: skip
 
 
