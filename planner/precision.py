@@ -55,15 +55,21 @@ class CastBytes:
 
     They read elements of 16 bits, find the largest ones, and write elements of 8 bits: once with
     contiguous rows and once with contiguous columns, because every factor belongs to two of a
-    layer's three products. The numbers are torchao's (testing/training/roofline_utils.py).
+    layer's three products. The numbers are torchao's (testing/training/roofline_utils.py), and
+    1/32 for each element written with a scale for 32 of them.
     """
 
-    source: int = 0  # of a layer's input, in the forward
-    source_again: int = 0  # in the backward
-    weight: int = 0  # in the forward
-    weight_again: int = 0  # in the backward
-    result_gradient: int = 0
-    scaled_gradient: int = 0  # of a gradient that a product computes, and that is scaled afterwards
+    source: float = 0  # of a layer's input, in the forward
+    source_again: float = 0  # in the backward
+    weight: float = 0  # in the forward
+    weight_again: float = 0  # in the backward
+    result_gradient: float = 0
+    scaled_gradient: float = (
+        0  # of a gradient that a product computes, and that is scaled afterwards
+    )
+
+
+_SCALES = 1 / 32  # bytes for an element, if 32 share a scale of a byte
 
 
 class Float8(StrEnum):
@@ -80,25 +86,32 @@ class Float8(StrEnum):
     casts: CastBytes
     gathers: bool  # ZeRO-3 gathers weights in float8: a part is cast by the scale of the whole
     rate: float  # of products, relative to those at the peak of the units
+    scale_bytes: float  # of an element in float8
     words: str
 
-    # name, units, multiple, precisions, casts, gathers, rate, words
-    NONE = "none", "", 1, tuple(Precision), CastBytes(), False, 1.0, "as the layers are"
+    # name, units, multiple, precisions, casts, gathers, rate, bytes of scales, words
+    NONE = "none", "", 1, tuple(Precision), CastBytes(), False, 1.0, 0.0, "as the layers are"
     TENSORWISE = (
         *("tensorwise", "fp8", 16, (Precision.BF16, Precision.FP16)),
         CastBytes(source=6, weight=5, weight_again=3, result_gradient=6),
-        *(True, 1.0, "one scale for a tensor: fastest"),
+        *(True, 1.0, 0.0, "one scale for a tensor: fastest"),
     )
     ROWWISE = (
         *("rowwise", "fp8", 16, (Precision.BF16, Precision.FP16)),
         CastBytes(source=8, weight=3, weight_again=7, result_gradient=8, scaled_gradient=4),
-        *(False, 0.7, "one for each row and column: more exact"),
+        *(False, 0.7, 0.0, "one for each row and column: more exact"),
     )
 
     MXFP8 = (
         *("mxfp8", "mxfp8", 32, (Precision.BF16,)),
-        CastBytes(source=3, source_again=3, weight=3, weight_again=3, result_gradient=6),
-        *(False, 1.0, "one for each 32 elements of a row or column"),
+        CastBytes(
+            source=3 + _SCALES,
+            source_again=3 + _SCALES,
+            weight=3 + _SCALES,
+            weight_again=3 + _SCALES,
+            result_gradient=6 + 2 * _SCALES,
+        ),
+        *(False, 1.0, _SCALES, "one for each 32 elements of a row or column"),
     )
 
     def __new__(cls, name: str, *row: Any) -> Self:
@@ -106,7 +119,7 @@ class Float8(StrEnum):
         one = str.__new__(cls, name)
         one._value_ = name
         one.units, one.multiple, one.precisions, one.casts, *others = row
-        one.gathers, one.rate, one.words = others
+        one.gathers, one.rate, one.scale_bytes, one.words = others
         return one
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from autopar.planner.costs.prediction import Compile, Offload, Zero
+from autopar.planner.costs.prediction import Offload, Zero
+from autopar.planner.layers import Compile
 from autopar.planner.precision import Float8
+from autopar.runtime.model.parts import SCALINGS
 from benchmarks.on_gpu.context import Context
 from benchmarks.on_gpu.planned import Case
 from benchmarks.on_gpu.report import Row
@@ -19,15 +21,20 @@ def compiled(context: Context) -> Iterator[Row]:
 
 
 def in_float8(context: Context) -> Iterator[Row]:
-    """Yield rows for each model and each kind of scales; CPUs have no units for float8."""
-    if context.device == "cpu":
-        return
+    """Yield rows for each model and each kind of scales that the GPU has units for."""
+    if not context.is_gpu:
+        return  # CPUs have no units for float8
     chosen = [
         replace(_compiled(one), name=f"{one.name}, float8 {scales}", float8=scales)
-        for scales in (Float8.TENSORWISE, Float8.ROWWISE)
+        for scales in map(Float8, context.alone(scalings_of_gpu))
         for one in _cases(context)
     ]
     yield from rows_of(context, chosen, (("script",),))
+
+
+def scalings_of_gpu() -> list[str]:
+    """Return the names of the kinds of scales whose products this process's GPU has units for."""
+    return [name for name, own in SCALINGS.items() if own.has_units()]
 
 
 def on_host(context: Context) -> Iterator[Row]:

@@ -172,14 +172,15 @@ class OpPricer:
     def float8_bytes(self, op: Op, split: OpSplit | None) -> int:
         """Return the memory of a product's factors in float8 while its backward runs.
 
-        There are two copies of the result's gradient, one each of input and weight.
+        There are two copies of the result's gradient, one of input and weight, and their scales.
         """
         if op.name not in self.float8_ops:
             return 0
         shapes = self.shapes(op, split)
         if self._scales(op, shapes) is Float8.NONE:
             return 0
-        return 2 * shapes.numel(op.outputs[0]) + sum(map(shapes.numel, op.inputs[:2]))
+        elements = 2 * shapes.numel(op.outputs[0]) + sum(map(shapes.numel, op.inputs[:2]))
+        return round(elements * (1 + self.float8.scale_bytes))
 
     def launches(self, op: Op) -> tuple[int, int]:
         """Return the number of ops that the host dispatches for this one, forward and backward."""

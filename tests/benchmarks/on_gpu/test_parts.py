@@ -7,13 +7,14 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+import torch
 from torch import nn
 
 from autopar.codegen.proof.comparison import compared
-from autopar.planner.costs.prediction import Compile
+from autopar.planner.layers import Compile
 from autopar.planner.precision import Float8
 from benchmarks.on_gpu import ops as ops_part
-from benchmarks.on_gpu.compiled import in_float8
+from benchmarks.on_gpu.compiled import in_float8, scalings_of_gpu
 from benchmarks.on_gpu.planned import planned
 from benchmarks.on_gpu.ranks.cases import CASES, STEPS, written
 from benchmarks.on_gpu.ranks.norms import norm_rows
@@ -108,3 +109,18 @@ def test_a_case_in_float8_is_planned_with_its_scales(tmp_path: Path) -> None:
     planned(case, "h200-sxm", str(tmp_path))
     assert 'use_float8(model, COMPILED, "rowwise"' in (tmp_path / "train.py").read_text()
     assert list(in_float8(Here())) == []  # a CPU has no such units
+
+
+@pytest.mark.parametrize(
+    ("capability", "scales"),
+    [
+        ((8, 0), []),
+        ((9, 0), ["tensorwise", "rowwise"]),
+        ((10, 0), ["tensorwise", "rowwise", "mxfp8"]),
+    ],
+)
+def test_a_gpu_times_the_scales_that_it_has_units_for(
+    capability: tuple[int, int], scales: list[str]
+) -> None:
+    with patch.object(torch.cuda, "get_device_capability", lambda: capability):
+        assert scalings_of_gpu() == scales

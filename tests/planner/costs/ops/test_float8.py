@@ -16,7 +16,7 @@ from autopar.planner.costs.layers.flow import (
 from autopar.planner.costs.ops.pricer import OpPricer
 from autopar.planner.errors import InputError
 from autopar.planner.graph.ops import Op
-from autopar.planner.layers import float8_linears
+from autopar.planner.layers import Compile, float8_linears
 from autopar.planner.plan.declared.constraints import Constraints, constraints_of
 from autopar.planner.plan.declared.settings import declare
 from autopar.planner.plan.planned import check_float8, check_float8_sizes
@@ -40,7 +40,7 @@ def prices(float8: Float8, *case: str, compiles: bool = True, name: str = "h100"
     graph, axes, layers = known(*(case or LLAMA))
     return OpPricer(
         graph, axes, batch=1, precision=Precision.BF16, device=device(name), layers=layers,
-        compiles=compiles, float8=float8,
+        compile_=Compile.LAYERS if compiles else Compile.NONE, float8=float8,
     )  # fmt: skip
 
 
@@ -95,24 +95,25 @@ def test_factors_in_blocks_are_cast_where_they_are_multiplied() -> None:
     weight, source, result = WIDE * FFN, ROWS * WIDE, ROWS * FFN
     product = gemm_seconds(ROWS, FFN, WIDE, rates=of.rates.float8, element_bytes=1)
     # forward: blocks along the rows of the weight and of the input, which gate and up share: 2
-    # bytes are read and 1 is written
+    # bytes are read and 1 is written, and a scale of 1 byte for each 32 elements
+    each = 2 + 1 + 1 / 32
     assert of.cost(up).forward_seconds == pytest.approx(
-        product + memory_seconds(3 * weight, rates=of.rates.own)
+        product + memory_seconds(each * weight, rates=of.rates.own)
     )
     assert of.cost(gate).forward_seconds == pytest.approx(
-        product + memory_seconds(3 * weight + 3 * source, rates=of.rates.own)
+        product + memory_seconds(each * (weight + source), rates=of.rates.own)
     )
     # backward: the result's gradient in both directions, the weight and the input along columns
     own = gemm_seconds(ROWS, WIDE, FFN, rates=of.rates.float8, element_bytes=1)
     learned = gemm_seconds(
         WIDE, FFN, ROWS, rates=of.rates.float8, element_bytes=1, contiguous=WIDE | FFN
     )
-    cast = memory_seconds(6 * result + 3 * weight + 3 * source, rates=of.rates.own)
+    cast = memory_seconds(each * (2 * result + weight + source), rates=of.rates.own)
     assert of.cost(gate).backward_seconds == pytest.approx(own + learned + cast)
     # input and weight are saved as in bf16, and their casts exist while the backward runs
     plain = prices(Float8.NONE, name="b200")
     assert of.kept(gate).tensors == plain.kept(gate).tensors
-    assert of.float8_bytes(gate, None) == 2 * result + source + weight
+    assert of.float8_bytes(gate, None) == (2 * result + source + weight) * 33 // 32
 
 
 def test_blocks_of_32_do_not_suit_shards_of_48_rows() -> None:
