@@ -294,8 +294,7 @@ class OpPricer:
     ) -> tuple[float, float]:
         """Return the seconds on a rank of the products that fuse with a tensor's messages.
 
-        Each rank has its share of a product, whatever the axis along which that is split. Messages
-        of uneven parts, or of parts of the last dim, are not fused.
+        Ranks share a product evenly. Messages of uneven parts, or of the last dim, are not fused.
         """
         part, whole = sorted(self.elements(tensor, one, degree) for one in ends)
         is_last = any(one.dim == len(self.graph.tensors[tensor].shape) - 1 for one in ends)

@@ -68,6 +68,11 @@ class Outcome(Generic[Item, Leaf]):
     is_complete: bool
 
     @property
+    def value(self) -> float:
+        """The best leaf's value; infinite if none was found."""
+        return self.found[0].value if self.found else float("inf")
+
+    @property
     def gap(self) -> float:
         """The share of the best leaf's value that a better leaf could save at most."""
         best = self.found[0].value

@@ -30,6 +30,7 @@ from autopar.planner.plan.declared.constraints import (
     local_steps,
 )
 from autopar.planner.plan.declared.limits import zero_words
+from autopar.planner.plan.search.best_first import FoundLeaf
 from autopar.planner.plan.search.space import DEFAULT_BUCKET_BYTES, Choices
 from autopar.planner.plan.solving.candidate import Candidate, Demands
 from autopar.planner.plan.solving.costing import SearchSubject
@@ -209,6 +210,17 @@ def host_saving(cluster: Cluster, constraints: Constraints) -> HostSaving:
         return HostSaving.NEVER
     is_least = constraints.objective is Objective.MEMORY
     return HostSaving.ALWAYS if is_least else constraints.host_saving
+
+
+def needs_host(found: Sequence[FoundLeaf[Candidate]], constraints: Constraints) -> bool:
+    """Whether nothing was found to fit, or only an optimizer on the host that none asked for.
+
+    Layers that save on the host may then do: their copies usually take less time than such a step.
+    """
+    if not found:
+        return True
+    best = found[0].leaf.arrangement
+    return best.offload.has_states and not all(one.has_states for one in constraints.offloads)
 
 
 def _modes(

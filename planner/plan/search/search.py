@@ -52,6 +52,7 @@ from autopar.planner.plan.search.demands import (
     demands_of,
     host_saving,
     layout_rules,
+    needs_host,
     nothing_runs,
     too_large,
     too_late,
@@ -88,7 +89,8 @@ from autopar.planner.programs.stages.choice import EXACT, NEAR, QUICK, THOROUGH,
 _ENDLESS_BYTES = 1 << 60
 EFFORTS = (QUICK, THOROUGH, EXACT)  # for one arrangement, one after another
 _BETTER = 1.0 - 1e-9  # of the best step: only values below this are better
-EXTRA_NODES = 18  # nodes to search for runners-up, after the best is proved
+# to search for runners-up, after the best is proved: not seconds, so that every run finds the same
+EXTRA_NODES = 18
 
 Searched = Outcome[SearchItem, Candidate]
 Entry = SearchNode[SearchItem] | FoundLeaf[Candidate] | Unproved
@@ -110,9 +112,8 @@ def search(
 ) -> Plan:
     """Return the best plan with its proof and the runners-up.
 
-    `workers` is the number of other processes that find prices ahead.
-    Searches on several clusters may share the prices of one model under the same constraints. If
-    nothing fits, layers may save on the host even where this is slower than recomputing.
+    `workers` is the number of other processes that find prices ahead. If nothing fits, or only with
+    the optimizer on the host, layers may save there even where this is slower than recomputing.
     """
     subject = SearchSubject(graph=graph, axes=axes, layers=layers)
     constraints = completed(constraints, cluster, graph)
@@ -121,12 +122,16 @@ def search(
     def is_late() -> bool:
         return time.perf_counter() - began > (time_limit_seconds or float("inf"))
 
+    tried = list[tuple[Searched, Explorer]]()
     for saving in (constraints.host_saving, HostSaving.ALWAYS):
         own = replace(constraints, host_saving=saving)
         explorer = Explorer(subject, cluster, own, report=report, measured=measured, prices=prices)
         outcome = explorer.explore(is_late=is_late, workers=workers)
-        if outcome.found or not (outcome.is_complete and explorer.costing.may_save_more):
+        tried.append((outcome, explorer))
+        may_save_more = outcome.is_complete and explorer.costing.may_save_more
+        if not may_save_more or not needs_host(outcome.found, constraints):
             break
+    outcome, explorer = min(reversed(tried), key=lambda one: one[0].value)
     if not outcome.found:
         raise explorer.refusal(outcome)
     return assemble(
@@ -240,10 +245,7 @@ class Explorer:
         return [SearchNode(bound=bound(x), rank=simplicity(x), item=SearchPoint(x)) for x in points]
 
     def _is_enough(self, passed: int) -> bool:
-        """Whether the best is proved, and there are runners-up to compare it with.
-
-        The effort for runners-up is counted in nodes, not timed, so that every run finds the same.
-        """
+        """Whether the best is proved, and there are runners-up to compare it with."""
         self._looked_beside += passed > 0
         return passed > MOST_SHOWN or self._looked_beside > EXTRA_NODES
 
@@ -294,14 +296,12 @@ class Explorer:
         self.infeasible |= set(family) - set(possible)
         if not possible:
             return []
-        first, *rest = possible
-        item = Variant(first, tuple(rest), bound_kind)
-        return [SearchNode(bound=min(bounds.values()), rank=simplicity(first), item=item)]
+        item = Variant(possible[0], tuple(possible[1:]), bound_kind)
+        return [SearchNode(bound=min(bounds.values()), rank=simplicity(possible[0]), item=item)]
 
     def solve(self, item: Variant) -> list[Entry]:
         """Return the best candidate of an arrangement, if any, and what is still open."""
-        arrangement = item.arrangement
-        to_beat = self._to_beat(arrangement)
+        arrangement, to_beat = item.arrangement, self._to_beat(item.arrangement)
         if self.objective is Objective.MEMORY:
             answer = self.solver.solve_smallest(arrangement)
         else:

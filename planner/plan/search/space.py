@@ -2,8 +2,7 @@
 
 The first level has points: degrees, a microbatch, and whether layers are compiled. A point's
 variants differ in schedule, stages per rank, ZeRO level, shard degree, compression, offload and
-local steps.
-None of these changes layouts or costs inside layers, so variants share them.
+local steps. None of these changes layouts or costs inside layers, so variants share them.
 """
 
 from __future__ import annotations
