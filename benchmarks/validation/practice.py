@@ -17,8 +17,8 @@ from autopar.planner.costs.kernels.kernels import (
 from autopar.planner.costs.kernels.rates import Rates
 from autopar.planner.costs.ops.case import OpSplit
 from autopar.planner.costs.ops.kept import KeptTensors, MadeByKernel
-from autopar.planner.costs.ops.measurements import Host
-from autopar.planner.costs.ops.pricer import OpCost, OpPricer
+from autopar.planner.costs.ops.measurements import Host, OpCost
+from autopar.planner.costs.ops.pricer import OpPricer
 from autopar.planner.graph.graph import Graph
 from autopar.planner.graph.ops import Op
 from autopar.planner.layers import Compile, Layers

@@ -10,7 +10,8 @@ from autopar.planner.annotate import annotate
 from autopar.planner.axes.infer import GraphAxes
 from autopar.planner.cluster.cluster import Device
 from autopar.planner.costs.ops.case import products_of
-from autopar.planner.costs.ops.pricer import OpCost, OpPricer
+from autopar.planner.costs.ops.measurements import OpCost
+from autopar.planner.costs.ops.pricer import OpPricer
 from autopar.planner.errors import InputError
 from autopar.planner.graph.graph import Graph
 from autopar.planner.graph.ops import MODEL_DTYPE, MODEL_EXTREMES, Op, TensorOrigin

@@ -1,7 +1,4 @@
-"""Applies the layouts of a layer to its ops: costs, conversions, parameters, recomputation.
-
-A layer has one flow, which is the same in all recompute modes.
-"""
+"""Applies a layer's layouts to its ops, which are the same in all recompute modes."""
 
 from __future__ import annotations
 
@@ -12,7 +9,8 @@ from autopar.planner.cluster.shape import GroupShape
 from autopar.planner.costs.collectives.conversions import ConversionCost
 from autopar.planner.costs.ops.case import OpSplit, split_of
 from autopar.planner.costs.ops.kept import KeptTensors
-from autopar.planner.costs.ops.pricer import OpCost, OpPricer
+from autopar.planner.costs.ops.measurements import OpCost
+from autopar.planner.costs.ops.pricer import OpPricer
 from autopar.planner.costs.prediction import Recompute
 from autopar.planner.graph.layouts import WHOLE, Layout, LayoutKind, OpLayout
 from autopar.planner.graph.ops import Op, Parameter, TensorOrigin

@@ -26,6 +26,16 @@ class Provenance(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OpCost:
+    """The time of an op on the device; the backward includes the weights' gradients."""
+
+    forward_seconds: float
+    backward_seconds: float
+    weight_gradient_seconds: float
+    measured: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Operand:
     """A tensor that an op reads: local shape, dtype, whether it gets a gradient."""
 

@@ -8,7 +8,6 @@ dispatches and computes in turn.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cached_property
 
 from autopar.planner.axes.infer import GraphAxes
@@ -36,8 +35,8 @@ from autopar.planner.costs.ops.kept import (
 from autopar.planner.costs.ops.measurements import (
     Host,
     Measurements,
+    OpCost,
     OpKey,
-    Timing,
     measured_host,
     op_key,
     read_host,
@@ -58,16 +57,6 @@ from autopar.planner.layers import (
 )
 from autopar.planner.precision import Float8, Kernels, Precision, item_bytes
 from autopar.planner.rules.table import rule_of
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpCost:
-    """The time of an op on the device; the backward includes the weights' gradients."""
-
-    forward_seconds: float
-    backward_seconds: float
-    weight_gradient_seconds: float
-    measured: bool
 
 
 class OpPricer:
@@ -318,22 +307,18 @@ class OpPricer:
         if self._measured and not {op.name}.intersection(self.fusion.ops, self.float8_ops):
             timing = self._measured.seconds(self.key(op, split))
         backward = seconds.input_gradient + seconds.weight_gradient
+        summed = self._gradient_sums(op, split)
         if timing is None:
             return OpCost(
                 forward_seconds=seconds.forward,
-                backward_seconds=backward + self._gradient_sums(op, split),
+                backward_seconds=backward + summed,
                 weight_gradient_seconds=seconds.weight_gradient,
                 measured=False,
             )
-        return self._as_measured(op, split, timing, seconds.weight_gradient / (backward or 1.0))
-
-    def _as_measured(
-        self, op: Op, split: OpSplit | None, timing: Timing, weight_share: float
-    ) -> OpCost:
-        """Return measured times; weights take the same share of the backward as by formula."""
+        weight_share = seconds.weight_gradient / (backward or 1.0)  # measured as by formula
         return OpCost(
             forward_seconds=timing.forward_seconds,
-            backward_seconds=timing.backward_seconds + self._gradient_sums(op, split),
+            backward_seconds=timing.backward_seconds + summed,
             weight_gradient_seconds=timing.backward_seconds * weight_share,
             measured=True,
         )

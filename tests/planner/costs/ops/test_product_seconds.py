@@ -7,7 +7,8 @@ from torch import nn
 
 from autopar.planner.axes.infer import infer_axes
 from autopar.planner.costs.kernels.kernels import gemm_seconds
-from autopar.planner.costs.ops.pricer import OpCost, OpPricer
+from autopar.planner.costs.ops.measurements import OpCost
+from autopar.planner.costs.ops.pricer import OpPricer
 from autopar.planner.precision import Precision
 from autopar.planner.trace import trace
 from tests.planner.costs.ops.op_factories import device
