@@ -128,10 +128,12 @@ def inspect(
         if graph_file is not None:
             nodes = annotated_graph(graph, annotated, batch=rows, precision=precision)
             write_graph(nodes, graph_file)
-            results().print(f"Written: {graph_file}", soft_wrap=True)
-        elif as_json:
+        if as_json:
             print_json([asdict(one) for one in annotated])
-        else:
+            return
+        if graph_file is not None:
+            results().print(f"Written: {graph_file}", soft_wrap=True)
+        if ops:
             results().print(ops_table(annotated, on, precision, batch=rows))
         return
     with status_line("inspecting the model"):
@@ -214,7 +216,7 @@ def rehearse_plan(
             "--rank",
             least=0,
             metavar="R",
-            text="Only this pipeline rank. Default: one of all ranks with the same prediction.",
+            text="Only this pipeline rank. Default: one of each group with equal predictions.",
         ),
     ] = None,
     steps: Annotated[int, whole("--steps", least=1, metavar="N", text="Steps to measure.")] = 5,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
@@ -29,6 +30,7 @@ from autopar.runtime.ranks.metrics import Event
 
 BEGINNING = "<!DOCTYPE html>\n<!-- written by autopar report -->"
 _MOST_POINTS = 1000  # about so many points of a curve are drawn
+_Point: TypeAlias = tuple[str, int, float]  # kind, step, value
 
 
 def report(plan: StoredPlan, run: AnalyzedRun | None = None) -> str:
@@ -91,7 +93,11 @@ def _counts(plan: StoredPlan) -> Figure:
         for one, rate, text in zip(plan.curve, rates, words, strict=True)
     ]
     straight: list[Row] = [
-        {"devices": row["devices"], "rate": rate, "words": "as if each device added as much"}
+        {
+            "devices": row["devices"],
+            "rate": rate,
+            "words": "if each device added as much as the first ones",
+        }
         for row, rate in zip(rows, linear, strict=True)
     ]
     devices, log = [row["devices"] for row in rows], {"type": "log", "base": 2, "nice": False}
@@ -191,12 +197,17 @@ def _curves(plan: StoredPlan, run: AnalyzedRun) -> Iterator[Figure]:
             if isinstance(one.get(key), int | float)
         ]
         if points:
-            yield _curve(title, text, points[:: len(points) // _MOST_POINTS + 1], line)
+            kinds = dict.fromkeys(kind for kind, _, _ in points)
+            each = ([one for one in points if one[0] == kind] for kind in kinds)
+            yield _curve(title, text, [one for own in each for one in _thinned(own)], line)
 
 
-def _curve(
-    title: str, text: str, points: Sequence[tuple[str, int, float]], line: float | None
-) -> Figure:
+def _thinned(points: Sequence[_Point]) -> Sequence[_Point]:
+    """Return evenly spread points, with the last one."""
+    return points[:: -(len(points) // _MOST_POINTS + 1)][::-1]
+
+
+def _curve(title: str, text: str, points: Sequence[_Point], line: float | None) -> Figure:
     rows: list[Row] = [
         {"kind": kind, "step": step, "value": value, "words": f"step {step}: {kind} {value:.4g}"}
         for kind, step, value in points

@@ -53,7 +53,7 @@ class ScheduledJob:
     state: str
     reason: str
     restarts: int
-    nodes: str
+    nodes: str  # a list of nodes from Slurm; "4 Running" from Kubernetes: pods by their phase
     seconds_left: float | None  # to the time limit
     folder: str | None
 
@@ -79,13 +79,13 @@ class RunStatus:
 
     @property
     def is_over(self) -> bool:
-        """Whether the training has ended, and no job waits to go on with it."""
-        waits = self.job is not None and self.job.state in _WAITING
-        return not waits and self.state not in (RunState.RUNNING, _NOT_BEGUN)
+        """Whether the training has ended, and no job goes on with it."""
+        goes_on = self.job is not None and self.job.state in _NOT_OVER
+        return not goes_on and self.state not in (RunState.RUNNING, _NOT_BEGUN)
 
 
 _NOT_BEGUN = "not begun"
-_WAITING = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED")
+_NOT_OVER = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED")
 
 
 def run_folder(path: Path) -> Path:
@@ -299,11 +299,11 @@ def jobset_in(jobset: str, pods: str) -> ScheduledJob:
     except ValidationError as error:
         raise InputError(f"kubectl's answer cannot be read: {error.errors()[0]['msg']}") from None
     phases = [one.status.phase for one in own.items]
-    ended = [one for one in found.status.conditions if one.status == "True"]
+    holding = [one for one in found.status.conditions if one.status == "True"]
     return ScheduledJob(
         name=found.metadata.name,
-        state=_jobset_state({one.type: one.reason for one in ended}, phases),
-        reason=ended[-1].reason if ended else "",
+        state=_jobset_state({one.type: one.reason for one in holding}, phases),
+        reason=holding[-1].reason if holding else "",
         restarts=found.status.restarts,
         nodes=", ".join(f"{phases.count(one)} {one}" for one in dict.fromkeys(phases)),
         seconds_left=None,
@@ -316,4 +316,4 @@ def _jobset_state(conditions: Mapping[str, str], phases: Sequence[str]) -> str:
     for kind, state in (("Completed", "COMPLETED"), ("Failed", "FAILED"), ("Suspended", "PENDING")):
         if kind in conditions:
             return state
-    return "RUNNING" if phases and set(phases) == {"Running"} else "PENDING"
+    return "RUNNING" if "Running" in phases and "Pending" not in phases else "PENDING"

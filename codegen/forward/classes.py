@@ -51,7 +51,9 @@ def printed_crossing(opening: Opening, gives: Sequence[CrossingTensor]) -> str:
     shown = [_crossing(one, builder) for one in gives]
     result = tuple_of(shown) if len(shown) > 1 else joined(tuple(shown))
     style = Style(axis="", indent=4)
-    does = "Return the shapes that a stage sends for a microbatch, and how tensor ranks split them."
+    has_splits = any(one.layout.kind is LayoutKind.SPLIT for one in gives)
+    how = ", and how tensor ranks split them" if has_splits else ""
+    does = f"Return the shapes that a stage sends for a microbatch{how}."
     head = f"def {CROSSING}(batch: Mapping[str, Tensor]) -> tuple[Crossing, ...]:"
     lines = map(_with_cut_shape, written(builder.body(result), builder.owner, style))
     return "\n".join([head, f'    """{does}"""', *lines]) + "\n"

@@ -368,7 +368,10 @@ class AvailableValues:
         yield from (*arguments, *(h for h in self.sizes.seen if h not in self.arguments))
 
     def plain_size(self, value: Value, other: Value = None) -> Expression:
-        """Print a size or another plain argument; `other` is its value in the second trace."""
+        """Print a size or another plain argument.
+
+        `other` is its value in a trace on rows of other lengths: if that differs, it is a length.
+        """
         if isinstance(value, Extent) or (type(value) is int and other not in (None, value)):
             more = value if other is None else other
             assert isinstance(more, (int, Extent))

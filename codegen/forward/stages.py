@@ -115,7 +115,7 @@ class _Draft:
     printed: PrintedForward
     form: PrintedForward | None
     bounds: tuple[int, int] | None
-    absent: tuple[str, ...]
+    absent: tuple[str, ...]  # outputs that cannot be stored for metrics()
 
 
 class _Printer:
@@ -196,7 +196,7 @@ class _Printer:
         whole = {
             call
             for op in part.ops
-            for call in self.tree.chain(op)[2:]
+            for call in self.tree.chain(op)[2:]  # without LOSS and ROOT
             if all(one.name in mine for one in self.tree.ops[call])
         }
         outer = [c for c in self.tree.chains if c in whole and self.tree.parent(c) not in whole]

@@ -76,7 +76,7 @@ def initial_value_faults(names: Iterable[str]) -> Iterator[str]:
         shown = alike[0] if len(alike) == 1 else f"{pattern} × {len(alike)}"
         yield f"{shown}: begins with other numbers than build_model() gives it"
     if len(kinds) > _MOST_SHOWN:
-        yield f"and so do {len(kinds) - _MOST_SHOWN} others"
+        yield f"and so do {len(kinds) - _MOST_SHOWN} other kinds of tensors"
 
 
 def apart(ranks: Sequence[RankBlocks], expected: Mapping[str, Tensor]) -> dict[str, float]:

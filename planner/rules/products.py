@@ -107,7 +107,7 @@ def cell(gates: int, *, kept: int) -> Computing:
 
 
 def convolution(sizes: OpSizes) -> Computation:
-    """A convolution with any number of dims; its FLOPs equal those that letters give.
+    """A convolution with any number of dims; its FLOPs are as from the letters of rules/table.py.
 
     Each element of the result is a sum over the weights of its output channel. If the convolution
     is transposed, each element of the input is spread over the weights of its input channel.
@@ -162,7 +162,7 @@ def rows_by_rows(left: str, right: str) -> Computing:
         a, k = sizes.shape(first), sizes.shape(first)[-1] if sizes.shape(first) else 1
         out = prod(sizes.shape(sizes.op.outputs[0]))
         m = a[-2] if len(a) > 1 else 1
-        n = (*sizes.shape(second), 1)[-3] if len(sizes.shape(second)) > 1 else 1
+        n = sizes.shape(second)[-2] if len(sizes.shape(second)) > 1 else 1
         batch = max(1, out // max(1, m * n))
         product = MatrixProducts(left=first, right=second, batch=batch, m=m, n=n, k=k)
         return Computation(products=(product,))
@@ -235,8 +235,9 @@ def bags(sizes: OpSizes) -> Computation:
 def attention(sizes: OpSizes) -> Computation:
     """Scores of queries and keys, and sums of values: 2 products forward, 5 backward.
 
-    Used for kernels that a model calls directly, and if the letters of scaled_dot_product_attention
-    do not fit. In scaled_dot_product ops, the heads' dim comes before the rows'; in others after.
+    Used for kernels that a model calls directly, and if scaled_dot_product_attention has other dims
+    than in rules/table.py. In scaled_dot_product ops, the heads' dim comes before that of positions
+    in the sequence; in others, after it.
     """
     query, key, value = (
         sizes.shape(tensor(sizes, *names)) for names in (("query",), ("key", "k"), ("value", "v"))

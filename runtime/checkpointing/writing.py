@@ -255,7 +255,8 @@ def _result_of_first(mesh: Mesh, act: Callable[[], _Made]) -> _Made | str:
 
 def said(error: OSError) -> str:
     """Describe an OSError: what went wrong, and with which file."""
-    return f"{error.strerror or error}: {error.filename}" if error.filename else f"{error.strerror}"
+    what = error.strerror or str(error)
+    return f"{what}: {error.filename}" if error.filename else what
 
 
 def _put_in_place(fresh: Location, place: Location, manifest: Manifest) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import time
 from argparse import Namespace
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -33,13 +34,14 @@ from autopar.runtime.weights.loading import load_safetensors
 from autopar.runtime.weights.plain_model import plain_model
 from autopar.runtime.weights.stored_tensors import in_float64
 
-# The largest relative difference allowed between a loss and that of plain PyTorch. Both use the
-# same weights and no random numbers; they differ by the order of sums and by roundings. In fp32,
-# sums of thousands of terms over tens of layers make some hundred roundings, and a model that
-# computes in fp64 may round to fp32 somewhere. In 16 bits, sums are made in fp32 and each layer
-# rounds its output; in a mean over all targets this mostly cancels. One rounding to bf16 (8
-# significant bits) is twenty times the largest difference seen. Float8 rounds factors to 4 bits,
-# which changes the losses of 50 steps of a small Llama by a fortieth of what is allowed.
+# The largest difference allowed between a loss and that of plain PyTorch: relative to the loss, or
+# absolute if that is below 1. Both use the same weights and no random numbers; they differ by the
+# order of sums and by roundings. In fp32, sums of thousands of terms over tens of layers make some
+# hundred roundings, and a model that computes in fp64 may round to fp32 somewhere. In 16 bits, sums
+# are made in fp32 and each layer rounds its output; in a mean over all targets this mostly cancels.
+# One rounding to bf16 (8 significant bits) is twenty times the largest difference seen. Float8
+# rounds factors to 4 bits, which changes the losses of 50 steps of a small Llama by a fortieth of
+# what is allowed.
 _FULL = 500 * torch.finfo(torch.float32).eps
 ALLOWED: Mapping[torch.dtype, float] = MappingProxyType(
     {
@@ -153,7 +155,8 @@ def check_first_step(
 def _compare(script: float, plain: float, dtype: torch.dtype) -> None:
     """Exit if two losses differ by more than their dtype allows."""
     allowed = ALLOWED[dtype] * max(1.0, abs(plain))
-    if abs(script - plain) <= allowed or (script != script and plain != plain):
+    is_near = math.isclose(script, plain, rel_tol=0.0, abs_tol=allowed)
+    if is_near or (math.isnan(script) and math.isnan(plain)):
         return
     refuse(
         f"the loss of the first microbatch is {script:.8g} here, and {plain:.8g} in plain PyTorch "

@@ -99,6 +99,8 @@ class _Together(nn.Module):
 
 
 class _ParameterModule(nn.Module):
+    """Stands for the model on a stage without trainable parameters: one empty tensor."""
+
     def __init__(self, parameters: dict[str, nn.Parameter]) -> None:
         super().__init__()
         for name, parameter in parameters.items():
@@ -352,7 +354,7 @@ def build_scheduler(
 ) -> LRScheduler:
     """Build a scheduler; exit if building it or any of its steps fails.
 
-    The first rank tries all steps on an optimizer whose parameters have no values.
+    The first rank tries its steps, for at most 2 s, on an optimizer of empty parameters.
     """
     with exit_on_error(_NAME, factory):
         scheduler = factory(optimizer)

@@ -3,9 +3,9 @@
 Each tensor that autograd saves in a layer's forward is copied to the host while the next layer runs
 its forward, and then freed on the device. Of a recomputed layer these are its inputs. The tensors
 come back while the next layer runs its backward, which is just before this layer's. So the device
-holds the tensors of two layers. The last layer's tensors stay, because its backward is next. If it
-was not (in a pipeline, another microbatch's forward may come first), tensors of later runs are
-copied as soon as they are saved. On a CPU both memories are the host's.
+holds the tensors of two layers. The last layer's tensors stay, because its backward is next. Once
+something else has come first (in a pipeline, the forward of another microbatch), every tensor is
+from then on copied as soon as it is saved. On a CPU both memories are the host's.
 
 Some tensors stay on the device: parameters, buffers, small tensors, small parts of a larger one,
 and tensors that three layers or more save, such as a mask or the angles of a rotary embedding.
@@ -121,7 +121,7 @@ class _Saved:
         self._arrival = None
 
     def __del__(self) -> None:
-        """Wait for a copy to the device, whose memory is freed now, and keep the host's memory."""
+        """Wait for a copy that still fills this memory, and let the host's memory be used again."""
         self._await()
         if self._home is not None:
             self._shelf.free[self._home.numel()].append(self._home)

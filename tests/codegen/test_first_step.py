@@ -164,7 +164,10 @@ def test_a_loss_that_is_nan_on_both_sides_proves_nothing_and_is_told_so(tmp_path
 @pytest.mark.parametrize("dtype", ALLOWED)
 def test_a_loss_that_no_rounding_explains_is_refused(dtype: torch.dtype) -> None:
     _compare(7.0 * (1 + 0.9 * ALLOWED[dtype]), 7.0, dtype)
-    _compare(float("nan"), float("nan"), dtype)
+    for alike in (float("nan"), float("inf")):
+        _compare(alike, alike, dtype)
     for wrong in (7.0 * (1 + 1.1 * ALLOWED[dtype]), float("nan"), float("inf")):
         with pytest.raises(SystemExit):
             _compare(wrong, 7.0, dtype)
+        with pytest.raises(SystemExit):
+            _compare(7.0, wrong, dtype)

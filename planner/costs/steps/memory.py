@@ -1,4 +1,4 @@
-"""Turns the layers of a stage into the peak of a backward, besides parameters and states.
+"""Predicts the memory of a rank: the peak of a backward, parameters, states, libraries, the host.
 
 A backward runs the layers from the last to the first. After each layer it frees what the layer
 saved, and leaves the gradients of its weights:
@@ -52,7 +52,8 @@ def most_of_microbatches(
                        or Σ saved · microbatches unanswered, for stages without split backward
         work         = what the running stage needs besides (`_work`)
 
-    Both are taken at the moment at which their sum is greatest.
+    Both are taken at the moment at which their sum is greatest. Unanswered: forwarded, and without
+    an input gradient yet. Halfway: between the two halves of a split backward. See `Moments`.
     """
     works = [_work(load, arrangement) for load in loads]
     held = np.zeros(len(moments.running), dtype=np.int64)
@@ -68,15 +69,18 @@ def most_of_microbatches(
 
 
 def _work(load: StageLoad, arrangement: Arrangement) -> PeakMemory:
-    """Return what a backward needs besides the stage's saved tensors, minus those it has freed.
+    """Return the most that a backward needs beyond all tensors that the stage saved.
 
+    Saved tensors that it has freed already count as negative.
     The layer with the largest need counts as if nothing were freed before it. With ZeRO-0 and 1,
     gradients of weights are added one by one to those of earlier microbatches, or fill buckets that
     leave for the host:
 
-        learning_l + fp32 and 16-bit gradient of a weight + waiting + leaving − Σ_{i > l} saved_i
+        learning_l + fp32 and 16-bit gradient of a weight + waiting + leaving + beside
+                   − Σ_{i > l} saved_i
 
-    `waiting` are gradients of shared weights that wait, `leaving` those on their way to the host.
+    `waiting` are gradients of shared weights that wait, `leaving` those on their way to the host,
+    `beside` tensors that other layers save there.
     """
     most, freed, made = PeakMemory(0, 0, *_layer_that_needs_most(load, arrangement)), 0, 0
     if arrangement.divided.shards_modules:
@@ -113,8 +117,8 @@ def work_bytes(load: StageLoad, arrangement: Arrangement) -> int:
 def layer_unsharded_bytes(cost: LayerCost, arrangement: Arrangement) -> int:
     """Return a layer's need beyond its transient memory if ZeRO-2 or 3 shards its state.
 
-    The whole gradient exists only after the ops behind the last weights (the loss behind the head)
-    have freed their memory. So it is added to the need of ops with weights.
+    When the whole gradient exists, ops after the last weights (the loss after the head) have freed
+    their memory. So it is added to `learning_bytes`, not to the peak of all ops.
     """
     if not arrangement.divided.shards_modules:
         return 0
@@ -188,8 +192,8 @@ def moments_of_one_pass(
 
     While a layer computes gradients, it needs memory for more than the part that stays. With ZeRO-2
     and 3 it has whole gradients; otherwise one weight's gradient in 16 bits, and in fp32, too, if
-    another layer counts that weight. Buckets stay allocated, and new gradients lie outside of them
-    until a bucket is complete.
+    the weight is shared and its gradient is counted in another layer. Buckets stay allocated, and
+    new gradients lie outside of them until a bucket is complete.
     """
     made, gathered = 0, sum(work.count * work.cost.parameter_bytes for work in works)
     for work in reversed(works):
@@ -340,7 +344,7 @@ def _communicators(arrangement: Arrangement) -> int:
 def _pairs(arrangement: Arrangement) -> int:
     """Return the number of a rank's groups of two: one with each pipeline neighbour.
 
-    A pipeline of two ranks needs none, and neither does a schedule without pairs.
+    A pipeline of two ranks needs none, and 1F1B has none: its neighbours use the whole group.
     """
     has_pairs = SCHEDULES[arrangement.schedule].has_pairs
     return 2 * (has_pairs and arrangement.pipeline > 2)

@@ -162,7 +162,7 @@ def _gathering(groups: DataGroups) -> Seconds:
 def _reducing(groups: DataGroups) -> Seconds:
     """Return a function from the bytes of gradients to the seconds of their reduction."""
     parts = groups.shard.ranks if groups.zero.divides_optimizer else 1
-    share = groups.compression.share or 1.0  # nothing lossy is copied to the host
+    share = groups.compression.share or 1.0  # copies are in fp32; PowerSGD (0) has none
     return _then(_summing(groups), groups.to_host_byte_seconds / share / parts)
 
 
@@ -347,7 +347,7 @@ def _with_gradients(
     arrangement: Arrangement,
     constants: FrameworkConstants,
 ) -> StageLoad:
-    """Return a stage with the seconds of its gradients, on the slowest device of its rank."""
+    """Return a stage with the seconds of its gradients on its slowest device."""
     seconds = (
         gradient_seconds(load.gradient_bytes, load.trainable_tensors, arrangement, constants, rates)
         for rates in devices
@@ -362,7 +362,7 @@ def _optimizer_seconds(
     arrangement: Arrangement,
     constants: FrameworkConstants,
 ) -> float:
-    """Return the optimizer's seconds for one stage, on the slowest device of its rank."""
+    """Return the optimizer's seconds for one stage on its slowest device."""
     updated = max(
         update_seconds(load.trainable, arrangement, constants, rates=rates, host=groups.host)
         + scale_seconds(load, rates, groups, arrangement)

@@ -71,7 +71,7 @@ def predict(
     )
     return Prediction(
         step_seconds=step.seconds,
-        terms=time_terms(step),
+        terms=time_terms(step, groups),
         communication=communication_terms(
             step,
             groups,

@@ -96,10 +96,12 @@ class BusiestRank:
         )  # fmt: skip
 
 
-def time_terms(step: StepTerms) -> tuple[TimeTerm, ...]:
+def time_terms(step: StepTerms, groups: RankGroups) -> tuple[TimeTerm, ...]:
     """Return the terms of the busiest rank; the rest of the pipeline's time is its bubble."""
     busiest = busiest_rank(step)
-    exposed = busiest.data_seconds + step.first_gather_seconds + step.last_reduction_seconds
+    summed = _exposed_sum_seconds(step, busiest, groups)
+    last_reduction = step.last_reduction_seconds - summed
+    exposed = busiest.data_seconds + step.first_gather_seconds + last_reduction
     source = _provenance(busiest)
     host = Provenance.MEASURED if step.is_host_measured else Provenance.FORMULA
     net = Provenance.MIXED if step.is_net_measured else Provenance.FORMULA
@@ -113,7 +115,7 @@ def time_terms(step: StepTerms) -> tuple[TimeTerm, ...]:
         ("compute", busiest.compute_seconds, source),
         ("recompute", busiest.recompute_seconds, source),
         *copied,
-        ("tensor communication", busiest.tensor_seconds, net),
+        ("tensor communication", busiest.tensor_seconds + summed, net),
         ("pipeline bubble", _idle_seconds(step, busiest), Provenance.FORMULA),
         ("exposed data parallel" if is_shared else "exposed host copies", exposed, net),
         *tied,
@@ -183,7 +185,7 @@ def communication_terms(
     busiest = busiest_rank(step)
     terms = (
         _tensor_term(step, busiest),
-        *_data_terms(step, busiest),
+        *_data_terms(step, busiest, groups),
         _saved_term(step, busiest, host_bytes_per_second),
         _replicated_term(step, busiest, groups),
         _pipeline_term(step, busiest, transfer_wait_seconds),
@@ -214,7 +216,9 @@ def _tensor_term(step: StepTerms, busiest: BusiestRank) -> CommunicationTerm:
     )
 
 
-def _data_terms(step: StepTerms, busiest: BusiestRank) -> Iterator[CommunicationTerm]:
+def _data_terms(
+    step: StepTerms, busiest: BusiestRank, groups: RankGroups
+) -> Iterator[CommunicationTerm]:
     """Yield the terms of the data axis; a backward's waits for gathers count as reductions."""
     arrangement = step.arrangement
     own = [step.data[stage] for stage in busiest.stages]
@@ -235,7 +239,8 @@ def _data_terms(step: StepTerms, busiest: BusiestRank) -> Iterator[Communication
         exposed_seconds=min(waited, gathers),
     )
     rounds = each if arrangement.reduces_each else 1
-    exposed = each * sum(one.each_backward for one in own) + step.last_reduction_seconds
+    last = step.last_reduction_seconds - _exposed_sum_seconds(step, busiest, groups)
+    exposed = each * sum(one.each_backward for one in own) + last
     yield CommunicationTerm(
         reason=_reduction_words(arrangement),
         collective=_reduction(arrangement),
@@ -341,17 +346,27 @@ def _saved_term(
 def _replicated_term(
     step: StepTerms, busiest: BusiestRank, groups: RankGroups
 ) -> CommunicationTerm:
-    sizes = [step.loads[stage].replicated_gradient_bytes for stage in busiest.stages]
-    seconds = sum(summed_seconds(groups.tensor, size) for size in sizes)
+    sizes = _replicated_bytes(step, busiest)
     return CommunicationTerm(
         reason="gradients of parameters that are whole on the tensor axis",
         collective=Collective.ALL_REDUCE,
         ranks=step.arrangement.tensor,
         count=len(sizes),
         payload_bytes=sum(sizes),
-        seconds=seconds,
-        exposed_seconds=seconds,
+        seconds=sum(summed_seconds(groups.tensor, size) for size in sizes),
+        exposed_seconds=_exposed_sum_seconds(step, busiest, groups),
     )
+
+
+def _replicated_bytes(step: StepTerms, busiest: BusiestRank) -> list[int]:
+    return [step.loads[stage].replicated_gradient_bytes for stage in busiest.stages]
+
+
+def _exposed_sum_seconds(step: StepTerms, busiest: BusiestRank, groups: RankGroups) -> float:
+    """Return by how much sums of gradients over the tensor axis outlast the pipeline."""
+    sizes = _replicated_bytes(step, busiest)
+    whole = sum(summed_seconds(groups.tensor, size) for size in sizes)
+    return min(whole, step.last_reduction_seconds)
 
 
 def _pipeline_term(

@@ -67,8 +67,8 @@ class Budget:
 class LinePrice:
     """The price of printed lines, and how time and memory count where lines have a price.
 
-    `share` is the cost of all lines that are printed without this price, as a fraction of a
-    microbatch's time. Sums of gradients, once per step, cost 1 ÷ `microbatches` of their time.
+    `share`, a fraction of a microbatch's time, is what all lines of the layouts that are best if
+    lines are free cost. Sums of gradients, once per step, cost 1 ÷ `microbatches` of their time.
     """
 
     share: float

@@ -87,8 +87,9 @@ class TensorUse:
     """How the ops of one layer use a tensor; a node is the number of an op (see Numbering).
 
     `consumers` are (node, input). `producer` is (node, output), or None if no op of this layer
-    makes the tensor: it comes in the layout of its slot. `leaves` means that other layers need it,
-    too. Without consumers and `leaves`, the tensor is the loss.
+    makes the tensor: it comes in the layout of its slot, a set of tensors that have one layout.
+    `leaves` means that other layers need it, too. Without consumers and `leaves`, the tensor is the
+    loss.
     """
 
     slot: str

@@ -142,6 +142,21 @@ document.title = chart.parentElement.querySelector("figcaption").textContent;
 """
 
 
+def test_a_long_run_shows_every_evaluation_and_its_last_step() -> None:
+    steps = range(1, 5001)
+    lines: list[dict[str, Any]] = [
+        {"step": step, "loss": 3 / step, "seconds": 0.011, "per_second": 700.0} for step in steps
+    ]
+    for step in (1001, 2002, 3003):
+        lines.append({"event": "evaluated", "step": step, "loss": 0.9, "metrics": {}})
+    analysis = analyze(plan(), lines)
+    assert analysis is not None
+    text = report(plan(), AnalyzedRun(lines=lines, analysis=analysis))
+    assert len(set(re.findall(r"step \d+: evaluation", text))) == 3
+    assert "step 5000: training" in text
+    assert len(set(re.findall(r"step \d+: training", text))) <= 1000
+
+
 @pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
 @pytest.mark.parametrize("has_run", [pytest.param(False, marks=pytest.mark.more_cells), True])
 def test_a_browser_shows_it_without_errors_and_keys_go_through_the_marks(

@@ -117,6 +117,9 @@ def test_only_numbers_are_jobs(job: str) -> None:
     [
         (None, ("Running", "Running"), "RUNNING"),
         (None, ("Running", "Pending"), "PENDING"),
+        (None, ("Running", "Succeeded"), "RUNNING"),
+        (None, ("Running", "Failed"), "RUNNING"),
+        (None, (), "PENDING"),
         ("Completed", ("Succeeded",), "COMPLETED"),
         ("Failed", ("Failed",), "FAILED"),
         ("Suspended", (), "PENDING"),

@@ -10,14 +10,14 @@ Or on 2 nodes; HOST is the first one's address, NODE 0 to 1:
 Defaults: gradients clipped to norm 1 (CLIP_NORM).
 
 Predicted on 8 × h100-sxm: 34.98 ms per step, 1,873,473 tokens/s, 20.7% of the peak FLOPs
-    compute 28.15 ms, tensor communication 2.586 ms, exposed data parallel 1.957 ms, optimizer
+    compute 28.15 ms, tensor communication 3.356 ms, exposed data parallel 1.188 ms, optimizer
       566.4 us, framework 1.72 ms
 Communication of the busiest rank in a step:
     activations split over the tensor axis: over 2 ranks, 2.586 ms, all of it exposed
     parameters gathered over the data axis: 3 × all-gather over 4 ranks, 217.1 MiB, 577.9 us, all of
       it exposed
-    gradients summed over the data axis: 3 × reduce-scatter over 4 ranks, 434.1 MiB, 1.1 ms, all of
-      it exposed
+    gradients summed over the data axis: 3 × reduce-scatter over 4 ranks, 434.1 MiB, 1.1 ms,
+      609.6 us of it exposed
     gradients of parameters that are whole on the tensor axis: 1 × all-reduce over 2 ranks,
       243.4 MiB, 769.2 us, all of it exposed
 Memory of the fullest device: 12.71 GiB of 68.8 GiB (18%)
@@ -28,7 +28,7 @@ Why this plan: this plan has simpler layouts than the fastest one, and its step 
 The fastest plan found takes 34.35 ms, and none of the 20 arrangements is faster than that. In this
 plan, compute + optimizer takes 82% of the step.
 """
-# Written by autopar 0.2.0 (checksum fd20127707472a39, plan 6664b727f25a9194).
+# Written by autopar 0.2.0 (checksum 5636a2c4e7aa318e, plan 6664b727f25a9194).
 # Once you edit this file, autopar overwrites it only with --force.
 
 import sys

@@ -166,6 +166,20 @@ def test_a_reduction_of_one_bucket_hides_behind_nothing() -> None:
     assert reduction.payload_bytes == 8 * LAYER.gradient_bytes
 
 
+@pytest.mark.parametrize("bucket_bytes", [2**20, 2**62])
+def test_each_exposed_second_is_of_one_message(bucket_bytes: int) -> None:
+    arrangement = replace(ARRANGEMENT, data=4, tensor=2, bucket_bytes=bucket_bytes)
+    found = predicted([[layer(replicated_gradient_bytes=10**6)] * 8], arrangement)
+    data, summed = sorted(found.communication, key=lambda one: one.ranks, reverse=True)
+    assert (data.ranks, summed.ranks) == (4, 2)
+    assert data.exposed_seconds > 0
+    assert summed.exposed_seconds == pytest.approx(summed.seconds)
+    terms = seconds_of(found)
+    assert terms["exposed data parallel"] == pytest.approx(data.exposed_seconds)
+    assert terms["tensor communication"] == pytest.approx(summed.exposed_seconds)
+    assert sum(terms.values()) == pytest.approx(found.step_seconds)
+
+
 def test_buckets_hide_most_of_a_reduction() -> None:
     whole = replace(ARRANGEMENT, data=8, bucket_bytes=2**62)
     buckets = replace(whole, bucket_bytes=8_000_000)
