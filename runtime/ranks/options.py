@@ -371,7 +371,7 @@ _OF_ONE_RANK = frozenset({"json", "timeout", "workers"})
 
 def check_same_options(options: argparse.Namespace, mesh: Mesh) -> None:
     """Exit if ranks were started with other numbers or switches, which their steps depend on."""
-    if mesh.world.size == 1:
+    if mesh.world.size == 1 or mesh.is_dry_run:
         return
     kinds = (bool, int, float, tuple, torch.dtype)
     given = {one.key: getattr(options, one.key) for one in OPTIONS if one.key not in _OF_ONE_RANK}

@@ -213,14 +213,14 @@ def host_saving(cluster: Cluster, constraints: Constraints) -> HostSaving:
 
 
 def needs_host(found: Sequence[FoundLeaf[Candidate]], constraints: Constraints) -> bool:
-    """Whether nothing was found to fit, or only an optimizer on the host that none asked for.
+    """Whether nothing was found to fit, or only with an optimizer on the host that none asked for.
 
     Layers that save on the host may then do: their copies usually take less time than such a step.
     """
-    if not found:
-        return True
-    best = found[0].leaf.arrangement
-    return best.offload.has_states and not all(one.has_states for one in constraints.offloads)
+    is_asked = all(one.has_states for one in constraints.offloads)
+    return not found or (
+        not is_asked and all(one.leaf.arrangement.offload.has_states for one in found)
+    )
 
 
 def _modes(

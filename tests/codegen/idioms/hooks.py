@@ -130,8 +130,8 @@ class Own(Model):
         return x
 """,
         otherwise={
-            "dp": noted("a limit or a norm does not"),
-            "ZeRO-3": noted("a limit or a norm does not"),
+            "dp": noted("to clip or normalize it does not"),
+            "ZeRO-3": noted("to clip or normalize it does not"),
             "tp": _TENSOR,
             "pp": refused("at most pp=1"),
         },
