@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-_HIDDEN = "***"
+HIDDEN = "***"
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 # The password of a URL, up to the last @ before a space or a quote, because passwords may contain /
 # and @. A number without an @ is a port.
@@ -29,14 +29,14 @@ def masked(text: str) -> str:
     """Return a text with *** in place of passwords and tokens in URLs."""
     if "://" not in text:
         return text
-    hidden = _PASSWORD.sub(rf"\1{_HIDDEN}@", text)
-    hidden = _HTTP_TOKEN.sub(rf"\1{_HIDDEN}@", hidden)
-    return _SECRET_VALUE.sub(rf"\1{_HIDDEN}", hidden)
+    hidden = _PASSWORD.sub(rf"\1{HIDDEN}@", text)
+    hidden = _HTTP_TOKEN.sub(rf"\1{HIDDEN}@", hidden)
+    return _SECRET_VALUE.sub(rf"\1{HIDDEN}", hidden)
 
 
 def masked_variable(name: str, value: str) -> str:
     """Return the value of an environment variable, without secrets."""
-    return _HIDDEN if _SECRET.fullmatch(name) else masked(value)
+    return HIDDEN if _SECRET.fullmatch(name) else masked(value)
 
 
 def plain(text: str) -> str:

@@ -24,6 +24,7 @@ from autopar.runtime.checkpointing.claim import is_claimed
 from autopar.runtime.checkpointing.finding import checkpoints_in, step_of
 from autopar.runtime.ranks.locations import Location, location
 from autopar.runtime.ranks.metrics import Event
+from autopar.runtime.texts import HIDDEN
 
 _RECENT_LINES = 50
 _SECONDS = 60  # time limit for a scheduler's answer
@@ -188,7 +189,7 @@ def _predicted(folder: Path) -> float | None:
 def _checkpoint_step(lines: Sequence[dict[str, Any]], place: Location) -> int | None:
     """Return the step of the newest checkpoint in `place`, else in the folder that metrics name."""
     kept = (one.get("folder") for one in reversed(lines) if one.get("event") == Event.KEPT)
-    named = next((one for one in kept if isinstance(one, str) and "***" not in one), None)
+    named = next((one for one in kept if isinstance(one, str) and HIDDEN not in one), None)
     found = checkpoints_in(place) or (checkpoints_in(location(named)) if named else [])
     return step_of(found[0]) if found else None
 

@@ -212,19 +212,21 @@ def compared(
     With local steps, ranks have the gradients and parameters of their own replica.
     """
     replicas = (expected, *expected.others)
-    owns = [
+    replica_of_rank = [
         (rank // axes.tensor % axes.data) * len(replicas) // axes.data for rank in range(len(ranks))
     ]
     groups = [
-        (one, [rank for rank, own in zip(ranks, owns, strict=True) if own == number])
+        (one, [rank for rank, its in zip(ranks, replica_of_rank, strict=True) if its == number])
         for number, one in enumerate(replicas)
     ]
-    norms = [_by_step(rank.norms, one.norms) for one, own in groups for rank in own]
+    norms = [_by_step(rank.norms, one.norms) for one, members in groups for rank in members]
     gradients = [
-        largest_of(apart([rank.gradients for rank in own], one.gradients)) for one, own in groups
+        largest_of(apart([rank.gradients for rank in members], one.gradients))
+        for one, members in groups
     ]
     parameters = [
-        largest_of(apart([rank.parameters for rank in own], one.parameters)) for one, own in groups
+        largest_of(apart([rank.parameters for rank in members], one.parameters))
+        for one, members in groups
     ]
     initial = apart([rank.initial for rank in ranks], expected.initial)
     return TrainingComparison(

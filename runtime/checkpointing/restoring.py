@@ -49,7 +49,7 @@ from autopar.runtime.checkpointing.states import (
     set_random_states,
     targets,
 )
-from autopar.runtime.checkpointing.writing import CheckpointSnapshot, put_in_place
+from autopar.runtime.checkpointing.writing import CheckpointSnapshot, complete
 from autopar.runtime.evaluation.evaluating import Evaluated
 from autopar.runtime.optimizer.outer import MOMENTUM, outer_of
 from autopar.runtime.optimizer.pieces import is_copy, local_tensor, value_of
@@ -301,7 +301,7 @@ class CheckpointSaving:
         """Wait until all ranks have written, and put the checkpoint in place."""
         assert self._one is not None
         one, self._one, resumed = self._one, None, time.perf_counter()
-        failure = put_in_place(one.taken, one.file.result(), self._mesh)
+        failure = complete(one.taken, one.file.result(), self._mesh)
         now = time.perf_counter()
         return SavedCheckpoint(
             step=one.taken.step,
@@ -312,7 +312,7 @@ class CheckpointSaving:
 
     def write_at_once(self, taken: CheckpointSnapshot, begun: float) -> SavedCheckpoint:
         """Write a checkpoint while the training waits, without a copy."""
-        failure = put_in_place(taken, taken.write(), self._mesh)
+        failure = complete(taken, taken.write(), self._mesh)
         seconds = time.perf_counter() - begun
         return SavedCheckpoint(
             step=taken.step, failure=failure, seconds=seconds, waited_seconds=seconds

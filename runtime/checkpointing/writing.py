@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from autopar.runtime.checkpointing.finding import begin, remove, step_folder
-from autopar.runtime.checkpointing.finding import put_in_place as give_place
+from autopar.runtime.checkpointing.finding import begin, put_in_place, remove, step_folder
 from autopar.runtime.checkpointing.manifest import (
     CheckpointOrigin,
     ExportedWeight,
@@ -187,7 +186,7 @@ def snapshot(
     )
 
 
-def put_in_place(written: CheckpointSnapshot, own: WrittenFile | str, mesh: Mesh) -> str | None:
+def complete(written: CheckpointSnapshot, own: WrittenFile | str, mesh: Mesh) -> str | None:
     """Give a checkpoint its final name after all ranks have written, or return why it failed."""
     ranks = every_rank(own, mesh)
     failures = [one for one in ranks if isinstance(one, str)]
@@ -197,7 +196,9 @@ def put_in_place(written: CheckpointSnapshot, own: WrittenFile | str, mesh: Mesh
         return failures[0]
     files = {rank_file(rank): file for rank, file in enumerate(ranks)}
     manifest = replace(written.manifest, files=files)
-    return _result_of_first(mesh, lambda: _put_in_place(written.fresh, written.place, manifest))
+    return _result_of_first(
+        mesh, lambda: _complete_on_first(written.fresh, written.place, manifest)
+    )
 
 
 def plan_digest(owned: Iterable[Owned], mesh: Mesh) -> str:
@@ -259,9 +260,9 @@ def said(error: OSError) -> str:
     return f"{what}: {error.filename}" if error.filename else what
 
 
-def _put_in_place(fresh: Location, place: Location, manifest: Manifest) -> None:
+def _complete_on_first(fresh: Location, place: Location, manifest: Manifest) -> None:
     for name, written in manifest.files.items():
         file = fresh / name
         if not file.exists() or size_of(file) != written.size_bytes:
             raise OSError(0, "what other nodes wrote is not there: the folder is not shared", name)
-    give_place(fresh, place, to_text(manifest))
+    put_in_place(fresh, place, to_text(manifest))

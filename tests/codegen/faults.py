@@ -85,7 +85,7 @@ FAULTS: Mapping[str, Callable[[], None]] = MappingProxyType(
         "a rank dies": lambda: at_step(5, die),
         "a write has begun": lambda: before(writing, "write_tensors", lambda *_: die(), rank=1),
         "half a file": lambda: before(writing, "write_tensors", leaves_half_a_file, rank=1),
-        "no manifest": lambda: before(writing, "_put_in_place", lambda *_: die(), rank=0),
+        "no manifest": lambda: before(writing, "_complete_on_first", lambda *_: die(), rank=0),
         "no name yet": lambda: before(step_folders, "_settle", lambda *_: die(), rank=0),
         "the disk is full": finds_the_disk_full,
         "a byte is flipped": lambda: before(

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from autopar.runtime.checkpointing.manifest import Moment
-from autopar.runtime.checkpointing.writing import Agreed, put_in_place, snapshot
+from autopar.runtime.checkpointing.writing import Agreed, complete, snapshot
 from autopar.runtime.ranks.locations import Location
 from autopar.runtime.ranks.mesh import Mesh
 
@@ -27,4 +27,4 @@ def write_checkpoint(
 ) -> str | None:
     """Write a checkpoint, each rank what it owns. Return why it could not be written, if so."""
     found = snapshot(folder, moment, model, parts, optimizer, Agreed(mesh), built=built)
-    return found if isinstance(found, str) else put_in_place(found, found.write(), mesh)
+    return found if isinstance(found, str) else complete(found, found.write(), mesh)
