@@ -348,6 +348,7 @@ def products_beside(
 
 
 _FACTORS = 2  # inputs of a product without a bias
+_MATRIX_DIMS = 2
 
 
 def _multiplies(graph: Graph, op: Op) -> bool:
@@ -355,7 +356,7 @@ def _multiplies(graph: Graph, op: Op) -> bool:
     if not rule_of(op.target).contracts or len(op.inputs) < _FACTORS:
         return False
     weight = graph.tensors[op.inputs[1]]
-    return weight.origin is TensorOrigin.PARAMETER and len(weight.shape) == _FACTORS
+    return weight.origin is TensorOrigin.PARAMETER and len(weight.shape) == _MATRIX_DIMS
 
 
 LINEAR = "Linear"  # the class of modules that torchao converts

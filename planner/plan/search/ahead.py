@@ -58,12 +58,14 @@ def idle_cores(busy: int = 1) -> int:
 
 
 def free_cores() -> int:
-    """Return the cores of the machine on which nothing runs at this moment.
+    """Return the cores of the machine on which nothing runs at this moment; 0 if nothing tells.
 
     Beside other programs the search would wait for workers longer than it takes itself.
     """
-    running = Path("/proc/loadavg").read_text(encoding="ascii").split()[3].partition("/")[0]
-    return (os.cpu_count() or 1) - int(running)
+    with suppress(OSError, ValueError, IndexError):
+        running = Path("/proc/loadavg").read_text(encoding="ascii").split()[3].partition("/")[0]
+        return (os.cpu_count() or 1) - int(running)
+    return 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,9 +138,10 @@ class Ahead:
             task = worker.task
             if task is not None and (_is_needed(task, due) or worker.pipe.poll()):
                 self._take(worker)
-        missing = min(self._idle(), MOST_WORKERS) - self._started
-        if missing > 0 and self._prices.have_grown:
-            self._start(min(missing, free_cores()))
+        if self._started < MOST_WORKERS and self._prices.have_grown:
+            missing = min(self._idle(), MOST_WORKERS) - self._started
+            if missing > 0:
+                self._start(min(missing, free_cores()))
         self._given.add(due)
         busy = {worker.task.layouts for worker in self._workers if worker.task} | {due.layouts}
         idle = [worker for worker in self._workers if worker.task is None]
