@@ -30,7 +30,7 @@ from autopar.runtime.data.epochs import (
     rows_of_rank,
     share_of,
 )
-from autopar.runtime.data.row_faults import columns_of
+from autopar.runtime.data.row_faults import agreed, check_same_length, columns_of
 from autopar.runtime.data.rows import (
     Collate,
     Collated,
@@ -54,7 +54,6 @@ from autopar.runtime.ranks.randomness import (
     seeded,
 )
 from autopar.runtime.ranks.refusal import refusals_of_workers, refuse
-from autopar.runtime.ranks.transport import agreed, check_same_length
 from autopar.runtime.ranks.user_code import exit_on_error
 from autopar.runtime.tensor.slices import cut, gather_along
 
@@ -283,7 +282,7 @@ def dataset_batches(
     read = _streamed if is_streamed(dataset) else _listed
     loader = read(rows, collate, workers)
     sharers = (mesh.pipeline,) if rows_over.size > 1 else (mesh.tensor, mesh.pipeline)
-    return agreed(_read(mesh.reading.timed(iter(loader))), sharers, mesh.device)
+    return agreed(_read(mesh.reading.timed(iter(loader))), sharers, mesh)
 
 
 def _read(loaded: Iterator[Batch]) -> Iterator[Batch]:

@@ -1,14 +1,18 @@
-"""Explains why a dataset, its length or a row does not fit the plan."""
+"""Explains why a dataset, its length or a row does not fit the plan, or differs between ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
+from autopar.runtime.ranks.mesh import Axis, Mesh
+from autopar.runtime.ranks.randomness import mixed_seed
+from autopar.runtime.ranks.refusal import refuse
+from autopar.runtime.ranks.transport import differing, gathered
 from autopar.runtime.ranks.user_code import place_of
 
 MOST_ROWS = 10**9  # their order is shuffled in memory
@@ -162,3 +166,51 @@ def is_number(value: Any) -> bool:
     except (TypeError, ValueError, RuntimeError):
         return False
     return True
+
+
+def agreed(
+    batches: Iterator[dict[str, Tensor]], sharers: Iterable[Axis], mesh: Mesh
+) -> Iterator[dict[str, Tensor]]:
+    """Yield batches, after checking that ranks which share rows have read the same first batch.
+
+    One pipeline rank reads a row's inputs, another the row's targets, and tensor ranks share the
+    work on the row. If a dataset drew different random numbers on each rank, the ranks would mix
+    different versions of a row.
+    """
+    first = next(batches)
+    for axis in sharers:
+        _check(first, axis, mesh)
+    yield first
+    yield from batches
+
+
+def check_same_length(rows: int, maker: str, mesh: Mesh) -> None:
+    """Exit if ranks have datasets of different lengths."""
+    if mesh.world.size == 1:
+        return
+    own = torch.tensor([rows], device=mesh.device)
+    every: list[int] = gathered(own, mesh.world).flatten().tolist()
+    for rank, other in enumerate(every):
+        if other != every[0]:
+            refuse(
+                f"{maker}() returns {every[0]:,} rows on rank 0 and {other:,} on rank {rank}",
+                fix="let it return the same rows on all ranks: each takes its own share of them",
+            )
+
+
+def _check(batch: Mapping[str, Tensor], axis: Axis, mesh: Mesh) -> None:
+    keys, found = list(batch), differing([_digest(value) for value in batch.values()], axis, mesh)
+    if found:
+        others = ", ".join(repr(keys[index]) for index in found)
+        refuse(
+            f"ranks that train on the same rows have read others: {others} of their first batch "
+            "differ",
+            fix="let the dataset draw from torch's, Python's or numpy's own generator, which are "
+            "seeded for every row, or from one that it seeds by the number of the row",
+        )
+
+
+def _digest(value: Tensor) -> int:
+    """Return a digest of a batch's rows that depends on their order."""
+    plain = torch.view_as_real(value) if value.is_complex() else value
+    return mixed_seed(*torch.hash_tensor(plain.reshape(len(plain), -1), dim=1).tolist())

@@ -23,7 +23,7 @@ from autopar.runtime.data.batches import (
     gathered_rows,
 )
 from autopar.runtime.data.epochs import RowCounts, each_rank, share_of
-from autopar.runtime.data.row_faults import columns_of
+from autopar.runtime.data.row_faults import agreed, check_same_length, columns_of
 from autopar.runtime.data.rows import (
     Collate,
     Collated,
@@ -40,7 +40,6 @@ from autopar.runtime.data.rows import (
 from autopar.runtime.ranks.mesh import ALONE, Axis, Mesh
 from autopar.runtime.ranks.randomness import seeded
 from autopar.runtime.ranks.refusal import refusals_of_workers, refuse
-from autopar.runtime.ranks.transport import agreed, check_same_length
 from autopar.runtime.ranks.user_code import exit_on_error
 
 Row = TypeVar("Row")
@@ -206,7 +205,7 @@ class EvaluationRows:
         )
         times = (times for _, times in self.dealer.deal(range(len(self.rows))))
         with refusals_of_workers():
-            yield from zip(agreed(iter(loader), sharers, mesh.device), times, strict=True)
+            yield from zip(agreed(iter(loader), sharers, mesh), times, strict=True)
 
     def to_device(self, batch: Batch) -> Batch:
         """Return a microbatch as the model needs it: on the device, with gathered rows."""

@@ -19,7 +19,7 @@ from autopar.runtime.ranks.locations import Location, is_named_as_file, location
 from autopar.runtime.ranks.mesh import Mesh
 from autopar.runtime.ranks.randomness import mixed_seed
 from autopar.runtime.ranks.refusal import OptionParser, as_typed, known_place, refuse
-from autopar.runtime.ranks.transport import gathered
+from autopar.runtime.ranks.transport import differing
 
 NONE = "none"
 WEIGHTS_ENDING = ".safetensors"
@@ -371,18 +371,14 @@ _OF_ONE_RANK = frozenset({"json", "timeout", "workers"})
 
 def check_same_options(options: argparse.Namespace, mesh: Mesh) -> None:
     """Exit if ranks were started with other numbers or switches, which their steps depend on."""
-    if mesh.world.size == 1 or mesh.is_dry_run:
-        return
     kinds = (bool, int, float, tuple, torch.dtype)
     given = {one.key: getattr(options, one.key) for one in OPTIONS if one.key not in _OF_ONE_RANK}
     # a place may be given to some ranks alone: it and None are the same text
     texts = [repr(value) if isinstance(value, kinds) else "" for value in given.values()]
     numbers = [mixed_seed(*text.encode()) for text in texts]
-    every = gathered(torch.tensor(numbers, device=mesh.device), mesh.world)
-    for name, of_ranks in zip(given, every.T.tolist(), strict=True):
-        other = next((rank for rank, one in enumerate(of_ranks) if one != of_ranks[0]), None)
-        if other is not None:
-            refuse(
-                f"ranks 0 and {other} were started with another --{name.replace('_', '-')}",
-                fix="start all ranks of a training with the same options and the same script",
-            )
+    for place, rank in differing(numbers, mesh.world, mesh).items():
+        refuse(
+            f"ranks 0 and {rank} were started with different values of "
+            f"--{[*given][place].replace('_', '-')}",
+            fix="start all ranks of a training with the same options and the same script",
+        )

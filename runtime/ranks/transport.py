@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from enum import Enum
@@ -27,8 +27,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar.runtime.ranks.mesh import Axis, Mesh
-from autopar.runtime.ranks.randomness import mixed_seed
-from autopar.runtime.ranks.refusal import refuse
 
 _functional: Any = torch.ops._c10d_functional
 # torch 2.13 renamed both functions; the old names raise a warning there.
@@ -345,52 +343,13 @@ def replicas_apart(mesh: Mesh) -> Axis:
     return replace(mesh.replica, group=group)
 
 
-def agreed(
-    batches: Iterator[dict[str, Tensor]], sharers: Iterable[Axis], device: torch.device
-) -> Iterator[dict[str, Tensor]]:
-    """Yield batches, after checking that ranks which share rows have read the same first batch.
+def differing(numbers: Sequence[int], axis: Axis, mesh: Mesh) -> dict[int, int]:
+    """Return the first rank of an axis with another number than its rank 0, by number's index.
 
-    One pipeline rank reads a row's inputs, another the row's targets, and tensor ranks share the
-    work on the row. If a dataset drew different random numbers on each rank, the ranks would mix
-    different versions of a row.
+    Every rank gives as many numbers. A dry run has one process, and so no differences.
     """
-    first = next(batches)
-    for axis in sharers:
-        _check(first, axis, device)
-    yield first
-    yield from batches
-
-
-def check_same_length(rows: int, maker: str, mesh: Mesh) -> None:
-    """Exit if ranks have datasets of different lengths."""
-    if mesh.world.size == 1:
-        return
-    own = torch.tensor([rows], device=mesh.device)
-    every: list[int] = gathered(own, mesh.world).flatten().tolist()
-    for rank, other in enumerate(every):
-        if other != every[0]:
-            refuse(
-                f"{maker}() returns {every[0]:,} rows on rank 0 and {other:,} on rank {rank}",
-                fix="let it return the same rows on all ranks: each takes its own share of them",
-            )
-
-
-def _check(batch: Mapping[str, Tensor], axis: Axis, device: torch.device) -> None:
-    if axis.size == 1:
-        return
-    own = torch.tensor([_digest(value) for value in batch.values()], device=device)
-    is_same = (gathered(own, axis) == own).all(0).tolist()
-    others = [repr(key) for key, same in zip(batch, is_same, strict=True) if not same]
-    if others:
-        refuse(
-            f"ranks that train on the same rows have read others: {', '.join(others)} of their "
-            "first batch differ",
-            fix="let the dataset draw from torch's, Python's or numpy's own generator, which are "
-            "seeded for every row, or from one that it seeds by the number of the row",
-        )
-
-
-def _digest(value: Tensor) -> int:
-    """Return a digest of a batch's rows that depends on their order."""
-    plain = torch.view_as_real(value) if value.is_complex() else value
-    return mixed_seed(*torch.hash_tensor(plain.reshape(len(plain), -1), dim=1).tolist())
+    if axis.size == 1 or mesh.is_dry_run:
+        return {}
+    every = gathered(torch.tensor(numbers, device=mesh.device), axis).T.tolist()
+    found = enumerate(next((r for r, x in enumerate(one) if x != one[0]), 0) for one in every)
+    return {index: rank for index, rank in found if rank}

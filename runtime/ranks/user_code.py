@@ -36,8 +36,9 @@ from autopar.runtime.ranks.leaving import (
     write_beside_logs,
 )
 from autopar.runtime.ranks.mesh import Mesh
+from autopar.runtime.ranks.randomness import mixed_seed
 from autopar.runtime.ranks.refusal import refuse
-from autopar.runtime.ranks.transport import gathered
+from autopar.runtime.ranks.transport import differing
 
 SHOWS_TRACEBACK = "AUTOPAR_TRACEBACK"  # an environment variable
 _RUNTIME = Path(__file__).parents[1]
@@ -308,17 +309,14 @@ def fault_of_optimizer(optimizer: Any) -> str:
 
 def check_same_optimizer(optimizer: Optimizer, mesh: Mesh) -> None:
     """Exit if ranks that train the same layers have optimizers of other classes or settings."""
-    if mesh.is_dry_run:
-        return
     groups = [{k: v for k, v in one.items() if k != "params"} for one in optimizer.param_groups]
     names = sorted({name for group in groups for name in group})
     kind = {"classes": type(optimizer).__qualname__, "groups": [[*one] for one in groups]}
     settings = {name: [_plain(group.get(name)) for group in groups] for name in names}
     for facts in (kind, settings):  # only of equal groups each rank has as many settings
-        own = torch.tensor([_digest(repr(fact)) for fact in facts.values()], device=mesh.device)
+        own = [mixed_seed(*repr(fact).encode()) for fact in facts.values()]
         for axis in (mesh.data, mesh.tensor):
-            is_same = (gathered(own, axis) == own).all(0).tolist() if axis.size > 1 else ()
-            others = [name for name, same in zip(facts, is_same, strict=False) if not same]
+            others = [[*facts][place] for place in differing(own, axis, mesh)]
             if others:
                 refuse(
                     "build_optimizer() of the model file makes other optimizers in each process: "
@@ -326,10 +324,6 @@ def check_same_optimizer(optimizer: Optimizer, mesh: Mesh) -> None:
                     fix="let it make the same on every rank: nothing of it may depend on the "
                     "process, its environment or the clock",
                 )
-
-
-def _digest(text: str) -> int:
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
 
 
 def _plain(setting: object) -> object:

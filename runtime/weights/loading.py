@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._guards import detect_fake_mode
 
 from autopar.runtime.model.parts import names_of
 from autopar.runtime.ranks.leaving import say
@@ -22,7 +21,7 @@ from autopar.runtime.ranks.mesh import Axis, Mesh
 from autopar.runtime.ranks.options import StartingWeights
 from autopar.runtime.ranks.randomness import mixed_seed
 from autopar.runtime.ranks.refusal import refuse
-from autopar.runtime.ranks.transport import gathered
+from autopar.runtime.ranks.transport import differing
 from autopar.runtime.tensor.shards import (
     Split,
     TensorPlace,
@@ -237,29 +236,19 @@ def _check_all_there(
 
 def check_same(digests: Mapping[str, int], mesh: Mesh) -> None:
     """Exit if the initial weights of processes differ; `digests` are this process's, by name."""
-    if detect_fake_mode() is not None:  # a dry run is a single process
-        return
     for axis in (mesh.data, mesh.tensor, mesh.pipeline):
-        if axis.size > 1:
-            _check_along(axis, digests, mesh.device)
+        _check_along(axis, digests, mesh)
 
 
-def _check_along(axis: Axis, digests: Mapping[str, int], device: torch.device) -> None:
+def _check_along(axis: Axis, digests: Mapping[str, int], mesh: Mesh) -> None:
     names = sorted(digests)
     together = mixed_seed(*(digests[name] for name in names), len(names))
-    if not _differ([together], axis, device):
+    if not differing([together], axis, mesh):
         return
-    if _differ([len(names)], axis, device):
+    if differing([len(names)], axis, mesh):
         _refuse("one has more tensors than another")
-    differing = _differ([digests[name] for name in names], axis, device)
-    _refuse(", ".join(names[place] for place in differing[:3]) + " differ")
-
-
-def _differ(numbers: list[int], axis: Axis, device: torch.device) -> list[int]:
-    """Return the indices at which the ranks of an axis have different numbers."""
-    own = torch.tensor(numbers, device=device)
-    is_same = (gathered(own, axis) == own).all(0).tolist()
-    return [place for place, same in enumerate(is_same) if not same]
+    others = differing([digests[name] for name in names], axis, mesh)
+    _refuse(", ".join(names[place] for place in [*others][:3]) + " differ")
 
 
 def _refuse(found: str) -> None:
