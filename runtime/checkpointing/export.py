@@ -97,12 +97,12 @@ class SavedModel:
         """Return a file with its tensors ordered by the width of their dtypes, then by group."""
         tensors = sorted(
             file.tensors,
-            key=lambda one: (-one.view.dtype.itemsize, self._number[one.file, one.name], one.name),
+            key=lambda one: (-one.value.dtype.itemsize, self._number[one.file, one.name], one.name),
         )
         return WeightsFile(
             name=file.name,
             entries=tuple(
-                Entry(name=one.name, dtype=one.view.dtype, shape=one.view.size) for one in tensors
+                Entry(name=one.name, dtype=one.value.dtype, shape=one.value.size) for one in tensors
             ),
             metadata={**file.metadata, **EXPORT_MARK},
         )

@@ -7,16 +7,19 @@ runs only the ops of the tensors that it holds, one tensor at a time.
 from __future__ import annotations
 
 import gc
+import hashlib
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils._pytree import tree_map
 
 from autopar.runtime.model.plain_tensors import move_plain_tensors, replace_plain_tensors
 from autopar.runtime.ranks.mesh import ALONE, Axis
@@ -35,11 +38,13 @@ from autopar.runtime.tensor.shards import (
     starts_on_host,
 )
 from autopar.runtime.weights.plain_model import plain_model
+from autopar.runtime.weights.recording.constants import bytes_of
 from autopar.runtime.weights.recording.pretended_cpu import recorded
 from autopar.runtime.weights.recording.recorded_ops import (
+    History,
+    RecordedOp,
     UnrecordableError,
-    digest_of,
-    digest_of_value,
+    Value,
 )
 from autopar.runtime.weights.recording.recording import META, ConstructorRecording
 from autopar.runtime.weights.saved_form import SavedForm, saved_form, unseen
@@ -269,6 +274,58 @@ def _recipe(
             if name not in never_filled
         },
     )
+
+
+_SEEN = 1024  # elements of a large tensor that are hashed
+_SEEN_IN_FILE = 8  # fewer for a tensor in a file, which is slow to read
+
+
+def digest_of(tensor: Tensor, *, seen_numbers: int = _SEEN) -> int:
+    """Return a digest of all elements, or of a sample if the tensor is large and contiguous."""
+    seen = tensor.detach()
+    if seen.numel() > 2 * seen_numbers and seen.is_contiguous():
+        seen = seen.view(-1)[:: seen.numel() // seen_numbers]
+    return _number(bytes_of(seen).numpy().tobytes(), tuple(tensor.shape), tensor.dtype)
+
+
+def digest_of_value(history: History, value: Value) -> int:
+    """Return a digest of how a tensor is computed: ops, draws and constants."""
+    numbers = _Numbers()
+    made = [_in_digest(history, op, numbers) for op in history.ops_for([value])]
+    used = sorted(numbers.items(), key=lambda item: item[1])
+    constants = [_of_constant(history, one) for one, _ in used if one in history.constants]
+    return _number(made, constants, numbers.named(value))
+
+
+def _of_constant(history: History, storage: int) -> int:
+    in_file = history.constants.is_in_file(storage)
+    seen = _SEEN_IN_FILE if in_file else _SEEN
+    return digest_of(history.constants[storage], seen_numbers=seen)
+
+
+class _Numbers(dict[int, int]):
+    """Numbers storages by first occurrence, so that unrelated ops do not change a digest."""
+
+    def named(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Value):
+            return leaf
+        place = self.setdefault(leaf.storage, len(self))
+        return place, leaf.dtype, leaf.size, leaf.stride, leaf.offset
+
+
+def _in_digest(history: History, op: RecordedOp, numbers: _Numbers) -> tuple[Any, ...]:
+    """Return what a digest covers of an op."""
+    given = tree_map(numbers.named, (op.arguments, sorted(op.keywords.items())))
+    if op.draw is None:
+        return op.name, given
+    origin, steps = history.origin(op.draw)
+    state = None if origin.state is None else digest_of(origin.state)
+    return op.name, given, origin.seed, state, steps
+
+
+def _number(*parts: Any) -> int:
+    data = b"/".join(one if isinstance(one, bytes) else repr(one).encode() for one in parts)
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest()) >> 1
 
 
 def build(factory: Callable[[], nn.Module], *, seed: int) -> nn.Module:

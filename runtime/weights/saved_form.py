@@ -11,7 +11,6 @@ import io
 import sys
 import tempfile
 import warnings
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
@@ -27,39 +26,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from autopar.runtime.tensor.shards import TensorPlace, group_aliases, places
-
-
-@dataclass(frozen=True, slots=True)
-class View:
-    """A view of a tensor's memory."""
-
-    memory: int  # its number in the recording
-    dtype: torch.dtype
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-
-    def of(self, memory: torch.UntypedStorage) -> Tensor:
-        """Return the same view of real memory."""
-        empty = torch.empty(0, dtype=self.dtype, device=memory.device)
-        return empty.set_(memory, self.offset, self.size, self.stride)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SavingOp:
-    """An op that makes memory or writes to it; views need no record."""
-
-    function: Callable[..., Any]
-    arguments: tuple[Any, ...]  # tensors are replaced by Views
-    keywords: Mapping[str, Any]
-    results: tuple[View, ...]
-    reads: frozenset[int]
-    writes: frozenset[int]
-
-    @property
-    def name(self) -> str:
-        """The name of the op's function, without the overload."""
-        return str(self.function.__name__).partition(".")[0]
+from autopar.runtime.weights.recording.recorded_ops import (
+    History,
+    RecordedOp,
+    Value,
+    laid_out_as,
+    storages_of,
+    written_by,
+)
 
 
 class SavingOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -67,21 +41,19 @@ class SavingOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.ops: list[SavingOp] = []
-        # indices of ops, by the memory they write
-        self._writing = defaultdict[int, list[int]](list)
-        self._numbers: dict[int, int] = {}  # numbers of memories, by address
-        # keeps memories alive, so that no address is reused
+        self.history = History()
+        self._numbers: dict[int, int] = {}  # numbers of storages, by address
+        # keeps storages alive, so that no address is reused
         self._kept: list[torch.UntypedStorage] = []
 
-    def view(self, tensor: Tensor) -> View:
+    def value(self, tensor: Tensor) -> Value:
         """Describe a meta tensor."""
-        memory = tensor.untyped_storage()
-        if memory._cdata not in self._numbers:
-            self._numbers[memory._cdata] = len(self._kept)
-            self._kept.append(memory)
-        number, offset = self._numbers[memory._cdata], int(tensor.storage_offset())
-        return View(number, tensor.dtype, tuple(tensor.shape), tensor.stride(), offset)
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._numbers:
+            self._numbers[storage._cdata] = len(self._kept)
+            self._kept.append(storage)
+        number, offset = self._numbers[storage._cdata], int(tensor.storage_offset())
+        return Value(number, tensor.dtype, tuple(tensor.shape), tensor.stride(), offset)
 
     def __torch_dispatch__(
         self,
@@ -90,81 +62,37 @@ class SavingOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run an op, and record it if it involves meta tensors."""
+        """Run an op, and record it if it makes or writes to a meta tensor."""
         keywords = kwargs or {}
         results = func(*args, **keywords)
         named = tree_map(self._named, (args, keywords))
-        read = {view.memory for view in _views(named)}
-        made = tuple(map(self.view, filter(_is_meta, tree_leaves(results))))
-        written = {self.view(tensor).memory for tensor in _written(func, args, keywords)}
-        writes = written | {view.memory for view in made} - read
-        for memory in writes:
-            self._writing[memory].append(len(self.ops))
+        reads = storages_of(named)
+        made = map(self._named, (one for one in tree_leaves(results) if isinstance(one, Tensor)))
+        makes = [
+            one if isinstance(one, Value) and one.storage not in reads else None for one in made
+        ]
+        writes = {one.storage for one in makes if one}
+        writes |= {
+            self.value(one).storage for one in written_by(func, args, keywords) if one.is_meta
+        }
         if writes:
-            self.ops.append(
-                SavingOp(
+            self.history.add(
+                RecordedOp(
                     function=func,
+                    draw=None,
                     arguments=named[0],
                     keywords=named[1],
-                    results=made,
-                    reads=frozenset(read),
+                    makes=tuple(makes),
                     writes=frozenset(writes),
+                    reads=frozenset(reads),
+                    overwrites=frozenset(),
+                    default_dtype=torch.get_default_dtype(),
                 )
             )
         return results
 
-    def needed(self, memories: Iterable[int]) -> list[SavingOp]:
-        """Return the ops that determine the final contents of memories, in order."""
-        found = set[int]()
-        waiting = {place for memory in memories for place in self._writing[memory]}
-        while waiting:
-            found.add(last := waiting.pop())
-            read = (self._writing[memory] for memory in self.ops[last].reads)
-            waiting |= {place for places in read for place in places if place < last} - found
-        return [self.ops[place] for place in sorted(found)]
-
     def _named(self, leaf: Any) -> Any:
-        return self.view(leaf) if _is_meta(leaf) else leaf
-
-
-def run(op: SavingOp, memories: dict[int, torch.UntypedStorage]) -> None:
-    """Run a recorded op on real memories, and add the memories that it makes."""
-
-    def real(leaf: Any) -> Any:
-        return leaf.of(memories[leaf.memory]) if isinstance(leaf, View) else leaf
-
-    keywords = tree_map(real, dict(op.keywords))
-    if "device" in keywords:
-        keywords["device"] = torch.device("cpu")
-    results = op.function(*tree_map(real, op.arguments), **keywords)
-    made = (leaf for leaf in tree_leaves(results) if isinstance(leaf, Tensor))
-    for view, tensor in zip(op.results, made, strict=True):
-        if view.memory in op.writes and view.memory not in op.reads:
-            memories[view.memory] = laid_out_as(view, tensor).untyped_storage()
-
-
-def laid_out_as(view: View, tensor: Tensor) -> Tensor:
-    """Return a tensor with the strides of a view."""
-    if tensor.stride() == view.stride and tensor.storage_offset() == view.offset == 0:
-        return tensor
-    fresh = torch.empty_strided(view.size, view.stride, dtype=view.dtype)
-    return fresh.copy_(tensor)
-
-
-def _is_meta(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.is_meta
-
-
-def _views(named: Any) -> Iterator[View]:
-    return (leaf for leaf in tree_leaves(named) if isinstance(leaf, View))
-
-
-def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
-    """Yield the meta tensors that an op's schema marks as written."""
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            given = args[position] if position < len(args) else kwargs.get(argument.name)
-            yield from filter(_is_meta, tree_leaves(given))
+        return self.value(leaf) if isinstance(leaf, Tensor) and leaf.is_meta else leaf
 
 
 class UnsavableError(Exception):
@@ -177,7 +105,7 @@ class SavedTensor:
 
     file: str  # its path in the folder
     name: str
-    view: View
+    value: Value
     sources: tuple[str, ...]  # their first names in the whole model
 
 
@@ -196,8 +124,8 @@ class SavedForm:
 
     files: tuple[SavedFile, ...]
     others: Mapping[str, bytes]  # contents of other files, by their paths in the folder
-    ops: SavingOps
-    sources: Mapping[str, View]  # parameters and buffers, by their first names
+    history: History
+    sources: Mapping[str, Value]  # parameters and buffers, by their first names
     prefix: str = ""  # `base_model_prefix`: files may have or lack it before a name
 
     @property
@@ -208,18 +136,16 @@ class SavedForm:
 
     def made(self, tensors: Sequence[SavedTensor], numbers: Mapping[str, Tensor]) -> list[Tensor]:
         """Compute tensors of files from the values of parameters and buffers, `numbers`."""
-        ops = self.ops.needed({one.view.memory for one in tensors})
-        memories = {
-            self.sources[name].memory: laid_out_as(self.sources[name], one).untyped_storage()
+        values = [one.value for one in tensors]
+        storages = {
+            self.sources[name].storage: laid_out_as(self.sources[name], one).untyped_storage()
             for name, one in numbers.items()
         }
-        for memory in frozenset[int]().union(*(op.writes for op in ops)) & memories.keys():
-            own = memories[memory]  # memory of the model must not change
-            memories[memory] = own.clone()  # type: ignore[no-untyped-call]
-        with torch.no_grad():
-            for op in ops:
-                run(op, memories)
-        return [one.view.of(memories[one.view.memory]) for one in tensors]
+        written = (op.writes for op in self.history.ops_for(values))
+        for storage in frozenset[int]().union(*written) & storages.keys():
+            own = storages[storage]  # memory of the model must not change
+            storages[storage] = own.clone()  # type: ignore[no-untyped-call]
+        return self.history.replay(values, given=storages)
 
 
 def saved_form(model: nn.Module) -> SavedForm | None:
@@ -232,7 +158,7 @@ def saved_form(model: nn.Module) -> SavedForm | None:
         return None
     ops = SavingOps()
     sources = {
-        group[0].name: ops.view(group[0].tensor)
+        group[0].name: ops.value(group[0].tensor)
         for group in group_aliases(places(model))
         if _is_saved_whole(group[0])
     }
@@ -253,7 +179,7 @@ def saved_form(model: nn.Module) -> SavedForm | None:
     return SavedForm(
         files=files,
         others=others,
-        ops=ops,
+        history=ops.history,
         sources=sources,
         prefix=prefix if isinstance(prefix, str) else "",
     )
@@ -280,18 +206,18 @@ class _Caught:
     metadata: Mapping[str, str]
 
 
-def _file(caught: _Caught, folder: Path, ops: SavingOps, sources: Mapping[str, View]) -> SavedFile:
+def _file(caught: _Caught, folder: Path, ops: SavingOps, sources: Mapping[str, Value]) -> SavedFile:
     """Describe a file that would be written."""
     name = caught.path.relative_to(folder).as_posix()
-    names = {one.memory: name for name, one in sources.items()}
+    names = {one.storage: name for name, one in sources.items()}
     return SavedFile(
         name=name,
         tensors=tuple(
             SavedTensor(
                 file=name,
                 name=key,
-                view=(view := ops.view(one)),
-                sources=_sources_of(view, ops, names),
+                value=(value := ops.value(one)),
+                sources=_sources_of(value, ops.history, names),
             )
             for key, one in caught.tensors.items()
         ),
@@ -299,14 +225,14 @@ def _file(caught: _Caught, folder: Path, ops: SavingOps, sources: Mapping[str, V
     )
 
 
-def _sources_of(view: View, ops: SavingOps, names: Mapping[int, str]) -> tuple[str, ...]:
+def _sources_of(value: Value, history: History, names: Mapping[int, str]) -> tuple[str, ...]:
     """Return the names of the parameters and buffers that a tensor is computed from."""
-    needed = ops.needed({view.memory})
-    read = {view.memory}.union(*(op.reads for op in needed))
-    unknown = read - names.keys() - {one.memory for op in needed for one in op.results}
+    needed = history.ops_for([value])
+    read = {value.storage}.union(*(op.reads for op in needed))
+    unknown = read - names.keys() - set[int]().union(*(op.made for op in needed))
     if unknown:
         raise ValueError("a tensor that it writes is made of no parameter and no buffer")
-    return tuple(sorted(names[memory] for memory in read & names.keys()))
+    return tuple(sorted(names[storage] for storage in read & names.keys()))
 
 
 _Function = Callable[..., Any]

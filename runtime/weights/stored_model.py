@@ -17,7 +17,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from autopar.runtime.weights.saved_form import SavedForm, SavedTensor, SavingOp, View
+from autopar.runtime.weights.recording.recorded_ops import RecordedOp, Value
+from autopar.runtime.weights.saved_form import SavedForm, SavedTensor
 from autopar.runtime.weights.stored_tensors import ShapeError
 
 Range: TypeAlias = tuple[int, int]
@@ -39,7 +40,7 @@ class Box:
         ]
 
 
-def box_of(view: View, tensor: View) -> Box | None:
+def box_of(view: Value, tensor: Value) -> Box | None:
     """Return a view of a tensor's memory as a box of the tensor, or None if it is not a box."""
     start = [0] * len(tensor.size)
     offset = view.offset - tensor.offset
@@ -60,12 +61,12 @@ def box_of(view: View, tensor: View) -> Box | None:
     return Box(start=tuple(start), dims=dims) if is_box and fits else None
 
 
-def _dim_of(stride: int, tensor: View) -> int | None:
+def _dim_of(stride: int, tensor: Value) -> int | None:
     found = [d for d, own in enumerate(tensor.stride) if own == stride and tensor.size[d] > 1]
     return found[0] if len(found) == 1 else None
 
 
-def same_view(view: View, of: View, other: View) -> View | None:
+def same_view(view: Value, of: Value, other: Value) -> Value | None:
     """Return the box of `other` with the same indices as `view` in `of`; None if `view` is no box.
 
     `of` and `other` have the same size.
@@ -78,7 +79,7 @@ def same_view(view: View, of: View, other: View) -> View | None:
     return replace(other, size=view.size, stride=strides, offset=other.offset + offset)
 
 
-def is_whole(view: View, tensor: View) -> bool:
+def is_whole(view: Value, tensor: Value) -> bool:
     """Whether a view has all elements of a tensor in order, in any shape."""
     return (
         view.offset == tensor.offset
@@ -105,16 +106,16 @@ class SavedPiece:
     shape: tuple[int, ...]
     viewed: tuple[int, ...]  # the shape to which the file's tensor is reshaped after reading
     start: tuple[int, ...]
-    view: View  # of the model's tensor, in the shape of the box
+    view: Value  # of the model's tensor, in the shape of the box
 
 
 def pieces_by_name(form: SavedForm) -> Mapping[str, tuple[SavedPiece, ...]]:
     """Return the pieces of each tensor that the files contain completely."""
-    names = {view.memory: name for name, view in form.sources.items()}
+    names = {view.storage: name for name, view in form.sources.items()}
     tracer, found = _TensorTracer(form), defaultdict[str, list[SavedPiece]](list)
     for tensor in form.tensors:
         for piece in tracer.pieces(tensor):
-            found[names[piece.view.memory]].append(piece)
+            found[names[piece.view.storage]].append(piece)
     sizes = {name: math.prod(view.size) for name, view in form.sources.items()}
     return {name: own for name, one in found.items() if (own := _tiling(one, sizes[name]))}
 
@@ -132,45 +133,45 @@ class _TakenBox:
     """A box of a tensor in a file, and the model's view that it was computed from."""
 
     start: tuple[int, ...]
-    view: View
+    view: Value
 
 
 class _TensorTracer:
     """Traces tensors of files back to the tensors of the model."""
 
     def __init__(self, form: SavedForm) -> None:
-        self._sources = {view.memory for view in form.sources.values()}
-        self._ops = defaultdict[int, list[SavingOp]](list)
-        for op in form.ops.ops:
+        self._sources = {view.storage for view in form.sources.values()}
+        self._ops = defaultdict[int, list[RecordedOp]](list)
+        for op in form.history.ops:
             for memory in op.writes:
                 self._ops[memory].append(op)
 
     def pieces(self, tensor: SavedTensor) -> Iterator[SavedPiece]:
         """Yield the pieces of a tensor; none unless only copies, joins and reshapes made it."""
-        seen = tensor.view
+        seen = tensor.value
         found = self._taken(seen)
-        made = self._made(seen.memory)
+        made = self._made(seen.storage)
         if not found and made is not None and is_whole(seen, made[1]):
             seen = made[1]  # the op's result, which was then reshaped into the tensor
             found = self._taken(seen)
         for one in found:
             yield SavedPiece(
                 name=tensor.name,
-                shape=tensor.view.size,
+                shape=tensor.value.size,
                 viewed=seen.size,
                 start=one.start,
                 view=one.view,
             )
 
-    def _taken(self, view: View) -> list[_TakenBox]:
-        if view.memory in self._sources:
+    def _taken(self, view: Value) -> list[_TakenBox]:
+        if view.storage in self._sources:
             return [_TakenBox(start=(0,) * len(view.size), view=view)]
-        made = self._made(view.memory)
+        made = self._made(view.storage)
         if made is None:
             return []
         op, out = made
         kind, first = op.name, op.arguments[0]
-        if kind in COPIES and isinstance(first, View) and first.size == out.size:
+        if kind in COPIES and isinstance(first, Value) and first.size == out.size:
             inner = same_view(view, of=out, other=first)
             return [] if inner is None else self._taken(inner)
         if kind in JOINS and view == out:
@@ -179,7 +180,7 @@ class _TensorTracer:
             return list(self._joined(parts, dim % len(out.size)))
         return []
 
-    def _joined(self, parts: Sequence[View], dim: int) -> Iterator[_TakenBox]:
+    def _joined(self, parts: Sequence[Value], dim: int) -> Iterator[_TakenBox]:
         """Yield the boxes of a tensor that concatenates `parts` along a dim."""
         begin = 0
         for part in parts:
@@ -188,15 +189,14 @@ class _TensorTracer:
                 yield replace(one, start=start)
             begin += part.size[dim]
 
-    def _made(self, memory: int) -> tuple[SavingOp, View] | None:
+    def _made(self, memory: int) -> tuple[RecordedOp, Value] | None:
         """Return the only op that has written to a memory, and its result; None if several have."""
         ops = self._ops[memory]
-        results = [one for op in ops for one in op.results if one.memory == memory]
-        is_alone = len(ops) == len(results) == 1 and memory not in ops[0].reads
-        return (ops[0], results[0]) if is_alone else None
+        results = [one for op in ops for one in op.makes if one and one.storage == memory]
+        return (ops[0], results[0]) if len(ops) == len(results) == 1 else None
 
 
-def _unsqueezed(view: View, dim: int) -> View:
+def _unsqueezed(view: Value, dim: int) -> Value:
     """Return a view with an additional dim of one element."""
     dim %= len(view.size) + 1
     size = (*view.size[:dim], 1, *view.size[dim:])
@@ -210,7 +210,7 @@ class StoredPiece:
     piece: SavedPiece
     stored: Any
 
-    def box(self, tensor: View) -> Box | None:
+    def box(self, tensor: Value) -> Box | None:
         """Return the piece as a box of the model's tensor, or None if it must be read whole."""
         is_as_stored = self.piece.viewed == self.piece.shape
         return box_of(self.piece.view, tensor) if is_as_stored else None
@@ -248,7 +248,7 @@ class PiecedTensor:
     tensor is assembled first.
     """
 
-    tensor: View
+    tensor: Value
     pieces: tuple[StoredPiece, ...]
 
     def get_shape(self) -> list[int]:

@@ -1,32 +1,36 @@
-"""Keeps the recorded ops of a constructor, replays those of single tensors, and makes digests.
+"""Keeps recorded ops, as those of a constructor, and replays those of single tensors.
 
 To replay a tensor is to run again, on the CPU, the recorded ops that determine its values. They are
 found by walking backwards from the tensor's storage. An op is recorded if it makes or writes to a
-storage; views need no record. A digest is a hash of the ops and constants behind a tensor.
+storage; views need no record.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 from autopar.runtime.weights.plain_model import REJECTING, GeneratorState
-from autopar.runtime.weights.recording.constants import Constants, bytes_of
+from autopar.runtime.weights.recording.constants import Constants
 
 CPU = torch.device("cpu")
 OVERWRITES = {"normal_", "uniform_", "fill_", "zero_", "copy_", "random_", "bernoulli_"} | {
     REJECTING
 }
 COPIES = {"clone", "_to_copy"}
+BATCH_NORMS = {"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"}
+# ops write to these arguments, although their schemas do not say so
+UNMARKED = ("running_mean", "running_var")
 
 
 class UnrecordableError(Exception):
@@ -114,9 +118,18 @@ class History:
                 bare -= op.writes
         return bare
 
-    def replay(self, values: Iterable[Value], *, before: int | None = None) -> list[Tensor]:
-        """Compute tensors as they are at the end, or before an op; run only the needed ops."""
-        values, storages = list(values), dict[int, torch.UntypedStorage]()
+    def replay(
+        self,
+        values: Iterable[Value],
+        *,
+        before: int | None = None,
+        given: Mapping[int, torch.UntypedStorage] = MappingProxyType({}),
+    ) -> list[Tensor]:
+        """Compute tensors as they are at the end, or before an op; run only the needed ops.
+
+        `given` are storages that no op makes and that are no constants; the ops may write to them.
+        """
+        values, storages = list(values), dict(given)
         wanted = {value.storage for value in values}
         selected = self._needed(wanted, len(self.ops) if before is None else before)
         reads = wanted.union(*(self.ops[number].reads for number in selected))
@@ -198,7 +211,11 @@ class History:
         made = [out for out in tree_leaves(outputs) if isinstance(out, Tensor)]
         for value, tensor in zip(op.makes, made, strict=True):
             if value is not None:
-                storages[value.storage] = _laid_out_as(value, tensor).untyped_storage()
+                if tuple(tensor.shape) != value.size or tensor.dtype is not value.dtype:
+                    raise UnrecordableError(
+                        "an op's result has another shape or dtype than on meta"
+                    )
+                storages[value.storage] = laid_out_as(value, tensor).untyped_storage()
 
     def _set_generator(self, draw: GeneratorState) -> None:
         """Set the default generator to its state before a draw."""
@@ -293,66 +310,12 @@ def _copied(constant: Tensor) -> torch.UntypedStorage:
     return fresh.copy_(constant).untyped_storage()
 
 
-def _laid_out_as(value: Value, tensor: Tensor) -> Tensor:
+def laid_out_as(value: Value, tensor: Tensor) -> Tensor:
     """Return a tensor with the recorded strides: the tensor, or a copy if its strides differ."""
-    if tuple(tensor.shape) != value.size or tensor.dtype is not value.dtype:
-        raise UnrecordableError("an op's result has another shape or dtype than on meta")
     if tensor.stride() == value.stride and tensor.storage_offset() == value.offset:
         return tensor
     fresh = torch.empty_strided(value.size, value.stride, dtype=value.dtype)
     return fresh.copy_(tensor)
-
-
-_SEEN = 1024  # elements of a large tensor that are hashed
-_SEEN_IN_FILE = 8  # fewer for a tensor in a file, which is slow to read
-
-
-def digest_of(tensor: Tensor, *, seen_numbers: int = _SEEN) -> int:
-    """Return a digest of all elements, or of a sample if the tensor is large and contiguous."""
-    seen = tensor.detach()
-    if seen.numel() > 2 * seen_numbers and seen.is_contiguous():
-        seen = seen.view(-1)[:: seen.numel() // seen_numbers]
-    return _number(bytes_of(seen).numpy().tobytes(), tuple(tensor.shape), tensor.dtype)
-
-
-def digest_of_value(history: History, value: Value) -> int:
-    """Return a digest of how a tensor is computed: ops, draws and constants."""
-    numbers = _Numbers()
-    made = [_in_digest(history, op, numbers) for op in history.ops_for([value])]
-    used = sorted(numbers.items(), key=lambda item: item[1])
-    constants = [_of_constant(history, one) for one, _ in used if one in history.constants]
-    return _number(made, constants, numbers.named(value))
-
-
-def _of_constant(history: History, storage: int) -> int:
-    in_file = history.constants.is_in_file(storage)
-    seen = _SEEN_IN_FILE if in_file else _SEEN
-    return digest_of(history.constants[storage], seen_numbers=seen)
-
-
-class _Numbers(dict[int, int]):
-    """Numbers storages by first occurrence, so that unrelated ops do not change a digest."""
-
-    def named(self, leaf: Any) -> Any:
-        if not isinstance(leaf, Value):
-            return leaf
-        place = self.setdefault(leaf.storage, len(self))
-        return place, leaf.dtype, leaf.size, leaf.stride, leaf.offset
-
-
-def _in_digest(history: History, op: RecordedOp, numbers: _Numbers) -> tuple[Any, ...]:
-    """Return what a digest covers of an op."""
-    given = tree_map(numbers.named, (op.arguments, sorted(op.keywords.items())))
-    if op.draw is None:
-        return op.name, given
-    origin, steps = history.origin(op.draw)
-    state = None if origin.state is None else digest_of(origin.state)
-    return op.name, given, origin.seed, state, steps
-
-
-def _number(*parts: Any) -> int:
-    data = b"/".join(one if isinstance(one, bytes) else repr(one).encode() for one in parts)
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest()) >> 1
 
 
 def asks_for_values(func: Any) -> bool:
@@ -369,6 +332,20 @@ def takes(func: Any, name: str) -> bool:
 def is_written(argument: Any) -> bool:
     """Whether an op writes to this argument of its schema."""
     return argument.alias_info is not None and argument.alias_info.is_write
+
+
+def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    """Yield the arguments that an op's schema marks as written."""
+    if not isinstance(func, OpOverload):  # an initialiser
+        yield args[0]
+        return
+    if func.__name__.startswith("set_."):
+        return  # gives the tensor other memory, and writes no values
+    unmarked = UNMARKED if func.__name__.split(".")[0] in BATCH_NORMS else ()
+    for position, argument in enumerate(func._schema.arguments):
+        if is_written(argument) or argument.name in unmarked:
+            given = args[position] if position < len(args) else kwargs.get(argument.name)
+            yield from (leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor))
 
 
 def storages_of(arguments: Any) -> set[int]:

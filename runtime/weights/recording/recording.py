@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -37,14 +36,12 @@ from autopar.runtime.weights.recording.recorded_ops import (
     plainly,
     storages_of,
     takes,
+    written_by,
 )
 
 META = torch.device("meta")
 NO_DATA = "Cannot copy out of meta tensor; no data!"  # torch's own text
 MADE_LIKE = ("_like", "new_")  # parts of names of ops that do not read their tensor's values
-BATCH_NORMS = {"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"}
-# ops write to these arguments, although their schemas do not say so
-UNMARKED = ("running_mean", "running_var")
 FILLS = {"normal_", "uniform_", "fill_", "zero_"}
 # the most ops that are replayed: the first number, plus the second for each recorded op
 MOST_REPLAYED, MOST_REPLAYED_EACH = 10_000, 20
@@ -193,7 +190,7 @@ class ConstructorRecording:
 
     def _run_for_real(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an op with real values, without recording it."""
-        written = list(_written(func, args, kwargs))
+        written = list(written_by(func, args, kwargs))
         if any(map(self.is_recorded, written)):
             raise UnrecordableError(f"{func} writes to real tensors and to others")
         with plainly():
@@ -209,7 +206,7 @@ class ConstructorRecording:
     def _record(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_made: bool
     ) -> Any:
-        written = list(_written(func, args, kwargs))
+        written = list(written_by(func, args, kwargs))
         if asks_for_values(func) or not all(map(self.is_recorded, written)):
             return self._run_for_real(func, args, kwargs)
         args, kwargs = tree_map(self.on_meta, (args, kwargs))
@@ -269,7 +266,7 @@ class ConstructorRecording:
     def _write_down(
         self, func: Any, args: Any, kwargs: Any, *, outputs: Any, draw: GeneratorState | None
     ) -> None:
-        written = list(_written(func, args, kwargs))
+        written = list(written_by(func, args, kwargs))
         made = [out for out in tree_leaves(outputs) if isinstance(out, Tensor)]
         fresh = [not self.is_recorded(out) for out in made]
         changed = {self.value(tensor): tensor for tensor in written}
@@ -378,20 +375,6 @@ def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
     """Return a tensor's storage, or None for sparse tensors and wrappers."""
     with torch._C.DisableTorchFunctionSubclass():  # parameters of lazy modules would raise
         return tensor.untyped_storage() if has_plain_memory(tensor) else None
-
-
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
-    """Yield the arguments that an op's schema marks as written."""
-    if not isinstance(func, OpOverload):  # an initialiser
-        yield args[0]
-        return
-    if func.__name__.startswith("set_."):
-        return  # gives the tensor other memory, and writes no values
-    unmarked = UNMARKED if func.__name__.split(".")[0] in BATCH_NORMS else ()
-    for position, argument in enumerate(func._schema.arguments):
-        if is_written(argument) or argument.name in unmarked:
-            given = args[position] if position < len(args) else kwargs.get(argument.name)
-            yield from (leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor))
 
 
 def _covers_its_storage(tensor: Tensor) -> bool:

@@ -12,9 +12,8 @@ import torch
 from torch import nn
 
 from autopar.runtime.ranks.mesh import start
-from autopar.runtime.weights.initial_weights import record
+from autopar.runtime.weights.initial_weights import digest_of, record
 from autopar.runtime.weights.loading import load_weights
-from autopar.runtime.weights.recording.recorded_ops import digest_of
 from tests.runtime.processes import run_on_ranks
 
 
