@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
 from itertools import count, islice
 from typing import Any, TypeAlias
 
@@ -25,26 +24,22 @@ from autopar.runtime.data.epochs import (
     LastRows,
     RowCounts,
     each_rank,
-    epochs_of,
     part_of_rows,
     rows_of_rank,
     share_of,
 )
-from autopar.runtime.data.row_faults import agreed, check_same_length, columns_of
+from autopar.runtime.data.row_faults import RowColumn, agreed, check_same_length, columns_of
 from autopar.runtime.data.rows import (
     Collate,
     Collated,
-    RawRows,
     Row,
     RowPlace,
     built_collate,
     exit_on_row_error,
-    few,
     is_streamed,
+    listed_rows,
     row_of,
-    rows_like,
     stacked,
-    tell,
 )
 from autopar.runtime.ranks.mesh import ALONE, Axis, Mesh
 from autopar.runtime.ranks.randomness import (
@@ -125,8 +120,8 @@ class StreamedRows(IterableDataset[Row]):
 class StreamStack:
     """Stacks the columns of a stream's rows, and checks each row."""
 
-    def __init__(self, dataset: Any, example: Mapping[str, Tensor], own: slice) -> None:
-        self.dataset, self.columns, self.own = dataset, columns_of(example), own
+    def __init__(self, dataset: Any, columns: Mapping[str, RowColumn], own: slice) -> None:
+        self.dataset, self.columns, self.own = dataset, columns, own
 
     def __call__(self, placed: list[Placed]) -> Row:
         """Return a batch of rows; each row comes with its position."""
@@ -187,57 +182,7 @@ def read_dataset(new_dataset: Callable[[], Any], options: Namespace, mesh: Mesh)
     return dataset
 
 
-def weighed_by_rows(
-    example_batch: Example,
-    options: Namespace,
-    mesh: Mesh,
-    *,
-    rows: tuple[int, RowCounts],
-    rows_over: Axis = ALONE,
-    dataset: Any = None,
-    new_collate: Callable[[], Collate] | None = None,
-    skip: int = 0,
-    fewest: int = 1,
-    may_repeat: bool = True,
-) -> Iterator[Weighed]:
-    """Yield this rank's microbatches with the weights of their losses.
-
-    `rows` is the number of microbatches in a step, and the rows of each. At the end of an epoch a
-    microbatch may have fewer rows, but at least `fewest`. A rank without rows for a microbatch
-    repeats another row with weight 0, if the model allows it (`may_repeat`). The weights fit a loss
-    that is a mean over rows: each rank adds up its weighted losses, and the mean of these sums over
-    ranks is the mean over the step's rows.
-    """
-    microbatches, microbatch = rows
-    dealing = Dealing(
-        each=tuple(each_rank(microbatch, mesh.data)),
-        rank=mesh.data.rank,
-        microbatches=microbatches,
-        fewest=fewest,
-        may_repeat=may_repeat,
-    )
-    epochs = epochs_of(dataset, options, dealing.per_step)
-    if dataset is None:
-        read = synthetic_batches(
-            example_batch, mesh, rows=rows, seed=options.seed, rows_over=rows_over
-        )
-    else:
-        read = dataset_batches(
-            dataset,
-            example_batch,
-            mesh,
-            dealing=dealing,
-            epochs=epochs,
-            seed=options.seed,
-            skip=skip,
-            workers=options.workers,
-            rows_over=rows_over,
-            new_collate=new_collate,
-        )
-    return zip(read, _weights(dealing.parts(epochs, skip), mesh.device), strict=False)
-
-
-def _weights(parts: Iterator[float], device: torch.device) -> Iterator[Tensor]:
+def weights_of(parts: Iterator[float], device: torch.device) -> Iterator[Tensor]:
     """Yield weights as tensors; each distinct weight is copied to the device only once."""
     known: dict[float, Tensor] = {}
     for part in parts:
@@ -267,20 +212,35 @@ def dataset_batches(
     """
     for left in epochs.last_steps(skip):
         dealing.check(left)
-    with seeded(seed):
-        collate = built_collate(new_collate) if new_collate is not None else None
-    rows = _OwnRows(
-        dataset=dataset,
-        example=example_of(example_batch, dealing.size, seed),
-        mesh=mesh,
-        dealing=dealing,
-        epochs=epochs,
-        share=share_of(dealing.size, rows_over),
-        seed=seed,
-        skip=skip,
+    collate = built_collate(new_collate, seed)
+    example, share = (
+        example_of(example_batch, dealing.size, seed),
+        share_of(dealing.size, rows_over),
     )
-    read = _streamed if is_streamed(dataset) else _listed
-    loader = read(rows, collate, workers)
+    is_pinned = mesh.device.type == "cuda"
+    loader: DataLoader[Any]
+    if is_streamed(dataset):
+        columns = columns_of(example)
+        batch_of = (
+            StreamStack(dataset, columns, share)
+            if collate is None
+            else Collated(collate, columns, share, seed=seed)
+        )
+        rows = StreamedRows(dataset, batch_of, dealing, epochs, seed=seed, skip=skip)
+        workers = min(workers, 1)  # a stream is read in order, so only one can read ahead
+        loader = DataLoader(rows, batch_size=None, num_workers=workers, pin_memory=is_pinned)
+    else:
+        at_once = dealing.block if epochs.last is not LastRows.PAD else 0
+        listed = listed_rows(dataset, example, collate, share, mesh, at_once=at_once, seed=seed)
+        loader = DataLoader(
+            listed.rows,
+            batch_sampler=RankRows(
+                len(dataset), dealing, epochs, read=listed.read, seed=seed, skip=skip
+            ),
+            collate_fn=listed.batch_of,
+            num_workers=workers,
+            pin_memory=is_pinned,
+        )
     sharers = (mesh.pipeline,) if rows_over.size > 1 else (mesh.tensor, mesh.pipeline)
     return agreed(_read(mesh.reading.timed(iter(loader))), sharers, mesh)
 
@@ -289,54 +249,6 @@ def _read(loaded: Iterator[Batch]) -> Iterator[Batch]:
     """Yield a loader's batches. The caller starts the loader, so that its seed is drawn at once."""
     with refusals_of_workers():
         yield from loaded
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _OwnRows:
-    """A dataset, and which of its rows this rank reads."""
-
-    dataset: Any
-    example: Batch
-    mesh: Mesh
-    dealing: Dealing
-    epochs: Epochs
-    share: slice  # the rows of its microbatches that this rank reads
-    seed: int
-    skip: int  # how many rows, of all data ranks together, are left out at the beginning
-
-
-def _listed(of: _OwnRows, collate: Collate | None, workers: int) -> DataLoader[Any]:
-    """Return a loader that reads rows by their index."""
-    listed: RawRows
-    batch_of: Callable[[list[Any]], Batch]
-    at_once = of.dealing.block if of.epochs.last is not LastRows.PAD else 0
-    if collate is None:
-        listed = rows_like(of.dataset, of.example, of.mesh, at_once=at_once, seed=of.seed)
-        read, batch_of = of.share, stacked
-    else:  # collating pads to the longest row, so each rank collates the whole microbatch
-        tell(few(of.dataset, at_once), of.mesh)
-        listed, read = RawRows(of.dataset, seed=of.seed), slice(None)
-        batch_of = Collated(collate, columns_of(of.example), of.share, seed=of.seed)
-    places = RankRows(len(of.dataset), of.dealing, of.epochs, read=read, seed=of.seed, skip=of.skip)
-    return DataLoader(
-        listed,
-        batch_sampler=places,
-        collate_fn=batch_of,
-        num_workers=workers,
-        pin_memory=of.mesh.device.type == "cuda",
-    )
-
-
-def _streamed(of: _OwnRows, collate: Collate | None, workers: int) -> DataLoader[Any]:
-    """Return a loader that reads a stream in order; at most one worker can read ahead."""
-    batch_of = (
-        StreamStack(of.dataset, of.example, of.share)
-        if collate is None
-        else Collated(collate, columns_of(of.example), of.share, seed=of.seed)
-    )
-    rows = StreamedRows(of.dataset, batch_of, of.dealing, of.epochs, seed=of.seed, skip=of.skip)
-    is_pinned = of.mesh.device.type == "cuda"
-    return DataLoader(rows, batch_size=None, num_workers=min(workers, 1), pin_memory=is_pinned)
 
 
 def synthetic_batches(

@@ -10,7 +10,7 @@ from argparse import Namespace
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial, wraps
 from itertools import islice
-from typing import Any, TypeAlias, TypedDict, TypeVar, Unpack
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,10 +20,12 @@ from autopar.runtime.data.batches import (
     Batch,
     Example,
     Weighed,
+    dataset_batches,
     gathered_rows,
-    weighed_by_rows,
+    synthetic_batches,
+    weights_of,
 )
-from autopar.runtime.data.epochs import RowCounts, each_rank
+from autopar.runtime.data.epochs import Dealing, RowCounts, each_rank, epochs_of
 from autopar.runtime.data.rows import Collate, to_device
 from autopar.runtime.data_parallel.buckets import HALF_DTYPES
 from autopar.runtime.ranks.mesh import ALONE, Axis, Mesh
@@ -43,16 +45,6 @@ def as_counted(counts: Tensor, _: float) -> Tensor:
     return counts
 
 
-class DatasetReading(TypedDict, total=False):
-    """Arguments of `weighed_by_rows` about a dataset."""
-
-    dataset: Any
-    new_collate: Callable[[], Collate]
-    skip: int
-    fewest: int
-    may_repeat: bool
-
-
 def read_batches(
     example_batch: Example,
     options: Namespace,
@@ -66,18 +58,55 @@ def read_batches(
     divisor: Divisor = as_counted,
     sums_rows: bool = False,
     channels_last: Collection[str] = (),
-    **reading: Unpack[DatasetReading],
+    dataset: Any = None,
+    new_collate: Callable[[], Collate] | None = None,
+    skip: int = 0,
+    fewest: int = 1,
+    may_repeat: bool = True,
 ) -> Iterator[Weighed]:
     """Yield this rank's microbatches on its device, with the weights of their losses.
 
-    Reading is described in `weighed_by_rows`. A loss that is a mean over valid targets is weighted
-    by their count (`targets`), a loss that adds several means by the count of each mean (`terms`);
-    `divisor` maps a count to the loss's divisor. `sums_rows` is for a loss that is a sum over rows.
-    If each rank of `rows_over` reads a share of the rows, the other ranks' rows are gathered,
-    except for keys in `own`.
+    `rows` is the number of microbatches in a step, and the rows of each. At the end of an epoch a
+    microbatch may have fewer rows, but at least `fewest`. A rank without rows for a microbatch
+    repeats another row with weight 0, if the model allows it (`may_repeat`). If each rank of
+    `rows_over` reads a share of the rows, the other ranks' rows are gathered, except for keys in
+    `own`.
+
+    Each rank adds up its weighted losses, and the mean of these sums over ranks is the loss of the
+    step. A loss that is a mean over rows is weighted by them, a mean over valid targets by their
+    count (`targets`), a loss that adds several means by the count of each mean (`terms`); `divisor`
+    maps a count to the loss's divisor. `sums_rows` is for a loss that is a sum over rows.
     """
-    data = weighed_by_rows(example_batch, options, mesh, rows=rows, rows_over=rows_over, **reading)
     microbatches, microbatch = rows
+    each = tuple(each_rank(microbatch, mesh.data))
+    dealing = Dealing(
+        each=each,
+        rank=mesh.data.rank,
+        microbatches=microbatches,
+        fewest=fewest,
+        may_repeat=may_repeat,
+    )
+    epochs = epochs_of(dataset, options, dealing.per_step)
+    if dataset is None:
+        read = synthetic_batches(
+            example_batch, mesh, rows=rows, seed=options.seed, rows_over=rows_over
+        )
+    else:
+        read = dataset_batches(
+            dataset,
+            example_batch,
+            mesh,
+            dealing=dealing,
+            epochs=epochs,
+            seed=options.seed,
+            skip=skip,
+            workers=options.workers,
+            rows_over=rows_over,
+            new_collate=new_collate,
+        )
+    data: Iterator[Weighed] = zip(
+        read, weights_of(dealing.parts(epochs, skip), mesh.device), strict=False
+    )
     if targets is not None:
         data = weighted(data, targets, mesh, microbatches=microbatches, divisor=divisor)
     elif terms is not None:
@@ -85,9 +114,9 @@ def read_batches(
     elif sums_rows:
         data = summed_rows(data, mesh)
     moved = partial(to_device, mesh=mesh, dtype=options.dtype, channels_last=channels_last)
-    size = each_rank(microbatch, mesh.data)[mesh.data.rank]
     return (
-        (gathered_rows(moved(batch), own, rows_over, rows=size), scale) for batch, scale in data
+        (gathered_rows(moved(batch), own, rows_over, rows=dealing.size), scale)
+        for batch, scale in data
     )
 
 

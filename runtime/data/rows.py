@@ -21,12 +21,12 @@ from autopar.runtime.data.row_faults import (
     is_same_kind,
     is_stream,
 )
-from autopar.runtime.ranks.leaving import say
 from autopar.runtime.ranks.mesh import Mesh
 from autopar.runtime.ranks.randomness import (
     cpu_generators_restored,
     mixed_seed,
     seed_cpu_generators,
+    seeded,
 )
 from autopar.runtime.ranks.refusal import refuse
 from autopar.runtime.ranks.user_code import exit_on_error
@@ -52,9 +52,11 @@ def stacked(rows: list[Row]) -> Row:
     return batch
 
 
-def built_collate(new_collate: Callable[[], Any]) -> Collate:
-    """Return the collate function of the model file; exit if it is not callable."""
-    with exit_on_error("build_collate() of the model file"):
+def built_collate(new_collate: Callable[[], Any] | None, seed: int) -> Collate | None:
+    """Return the collate function of the model file, if any; exit if it is not callable."""
+    if new_collate is None:
+        return None
+    with seeded(seed), exit_on_error("build_collate() of the model file"):
         collate: Collate = new_collate()
     if not callable(collate):
         refuse(
@@ -205,21 +207,41 @@ def _reads_at_once(dataset: Any) -> bool:
     return hasattr(dataset, "__getitems__")
 
 
-def rows_like(
-    dataset: Dataset[Any], example: Mapping[str, Tensor], mesh: Mesh, *, at_once: int = 0, seed: int
-) -> DatasetRows:
-    """Return the rows of a dataset with the keys of an example batch.
+class ListedRows(NamedTuple):
+    """Rows that have an index, and how a rank makes its share of a microbatch of them."""
+
+    rows: RawRows
+    batch_of: Callable[[list[Any]], Row]
+    read: slice  # the part of a microbatch that the rank reads
+
+
+def listed_rows(
+    dataset: Dataset[Any],
+    example: Mapping[str, Tensor],
+    collate: Collate | None,
+    share: slice,
+    mesh: Mesh,
+    *,
+    at_once: int = 0,
+    seed: int,
+) -> ListedRows:
+    """Return the rows of a dataset, for batches with the keys of an example batch.
 
     Exits if the first row does not fit, and prints what the dataset should return. Prints notes if
     this row has other shapes, or entries that the example lacks, and if the dataset has fewer rows
-    than `at_once`, the number that the data ranks train on at once.
+    than `at_once`, the number that the data ranks train on at once. A `collate` function gets any
+    rows, and whole microbatches, because it pads to the longest row.
     """
+    columns, notes = columns_of(example), few(dataset, at_once)
+    if collate is not None:
+        tell(notes, mesh)
+        batch_of = Collated(collate, columns, share, seed=seed)
+        return ListedRows(RawRows(dataset, seed=seed), batch_of, slice(None))
     with exit_on_row_error(dataset):
         first = dataset[0]
-    columns = columns_of(example)
     check_row(first, columns, dataset)
-    tell([*_notes(first, columns), *few(dataset, at_once)], mesh)
-    return DatasetRows(dataset, columns, seed=seed)
+    tell([*_notes(first, columns), *notes], mesh)
+    return ListedRows(DatasetRows(dataset, columns, seed=seed), stacked, share)
 
 
 def exit_on_row_error(dataset: Any) -> AbstractContextManager[None]:
@@ -229,8 +251,8 @@ def exit_on_row_error(dataset: Any) -> AbstractContextManager[None]:
 
 def tell(notes: Iterable[str], mesh: Mesh) -> None:
     """Print notes, once for all ranks."""
-    for note in notes if mesh.rank == 0 else ():
-        say(f"note: {note}")
+    for note in notes:
+        mesh.say(f"note: {note}")
 
 
 def is_streamed(dataset: Any, *, maker: str = "build_dataset") -> bool:

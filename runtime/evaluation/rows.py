@@ -23,17 +23,15 @@ from autopar.runtime.data.batches import (
     gathered_rows,
 )
 from autopar.runtime.data.epochs import RowCounts, each_rank, share_of
-from autopar.runtime.data.row_faults import agreed, check_same_length, columns_of
+from autopar.runtime.data.row_faults import agreed, check_same_length
 from autopar.runtime.data.rows import (
     Collate,
-    Collated,
-    RawRows,
+    ListedRows,
     RowPlace,
     built_collate,
     exit_on_row_error,
     is_streamed,
-    rows_like,
-    stacked,
+    listed_rows,
     tell,
     to_device,
 )
@@ -130,18 +128,13 @@ def read_evaluation(
     example = example_of(example_batch, dealer.size, options.seed)
     with seeded(options.seed):
         dataset = _built(new_dataset)
-        collate = built_collate(new_collate) if new_collate is not None else None
+    collate = built_collate(new_collate, options.seed)
     check_same_length(len(dataset), MAKER, mesh)
     if not fills:
         _tell_dropped(len(dataset), dealer, mesh)
     share = share_of(dealer.size, rows_over)
-    if collate is None:
-        rows: RawRows = rows_like(dataset, example, mesh, seed=options.seed)
-        return EvaluationRows(rows, stacked, dealer, share, options, mesh, rows_over, own)
-    rows = RawRows(dataset, seed=options.seed)
-    batch_of = Collated(collate, columns_of(example), share, seed=options.seed)
-    every = slice(dealer.size)  # collating pads to the longest row of the microbatch
-    return EvaluationRows(rows, batch_of, dealer, every, options, mesh, rows_over, own)
+    listed = listed_rows(dataset, example, collate, share, mesh, seed=options.seed)
+    return EvaluationRows(listed, dealer, options, mesh, rows_over, own)
 
 
 def _built(new_dataset: Callable[[], Any]) -> Any:
@@ -177,10 +170,8 @@ def _tell_dropped(rows: int, dealer: Dealer, mesh: Mesh) -> None:
 class EvaluationRows:
     """The rows for evaluation, and how this rank reads its microbatches."""
 
-    rows: RawRows
-    batch_of: Callable[[list[Any]], Batch]
+    listed: ListedRows
     dealer: Dealer
-    read: slice  # the part of a microbatch that this rank reads
     options: Namespace
     mesh: Mesh
     rows_over: Axis
@@ -189,7 +180,7 @@ class EvaluationRows:
     @property
     def count(self) -> int:
         """The number of rows, without dropped ones."""
-        rows = len(self.rows)
+        rows = len(self.listed.rows)
         return rows if self.dealer.fills else rows - rows % self.dealer.block
 
     def __iter__(self) -> Iterator[tuple[Batch, int]]:
@@ -197,13 +188,13 @@ class EvaluationRows:
         mesh = self.mesh
         sharers = (mesh.pipeline,) if self.rows_over.size > 1 else (mesh.tensor, mesh.pipeline)
         loader = DataLoader(
-            self.rows,
+            self.listed.rows,
             batch_sampler=_Places(self),
-            collate_fn=self.batch_of,
+            collate_fn=self.listed.batch_of,
             num_workers=self.options.workers,
             pin_memory=mesh.device.type == "cuda",
         )
-        times = (times for _, times in self.dealer.deal(range(len(self.rows))))
+        times = (times for _, times in self.dealer.deal(range(len(self.listed.rows))))
         with refusals_of_workers():
             yield from zip(agreed(iter(loader), sharers, mesh), times, strict=True)
 
@@ -227,5 +218,6 @@ class _Places(Sampler[list[RowPlace]]):
         self.of = of
 
     def __iter__(self) -> Iterator[list[RowPlace]]:
-        for numbers, _ in self.of.dealer.deal(range(len(self.of.rows))):
-            yield [RowPlace(0, number) for number in numbers[self.of.read]]
+        listed = self.of.listed
+        for numbers, _ in self.of.dealer.deal(range(len(listed.rows))):
+            yield [RowPlace(0, number) for number in numbers[listed.read]]
