@@ -302,7 +302,7 @@ def _compared(key: str, before: Reader, after: Reader) -> TensorDifference:
     unequal, largest, largest_value = 0, 0.0, 0.0
     for shard in one.shards:
         for its in other.shards:
-            for place, its_place in overlaps(shard.chunks, its.chunks):
+            for place, its_place in overlaps(shard.ranges, its.ranges):
                 here, there = before.box(shard, place), after.box(its, its_place)
                 count, most = _apart(here, there)
                 unequal += count

@@ -275,7 +275,7 @@ def _rounded(x: Tensor, lost: Tensor | None) -> tuple[Tensor, Tensor]:
 def _read(full: Tensor, chunks: Chunks) -> Tensor:
     """Return a shard of a tensor, flattened."""
     shard = full.new_empty(chunks.local_shape)
-    for own, place in overlaps(chunks, whole(chunks.global_shape)):
+    for own, place in overlaps(chunks.ranges, whole(chunks.global_shape).ranges):
         shard[own] = full[place]
     return shard.view(-1)
 
@@ -283,5 +283,5 @@ def _read(full: Tensor, chunks: Chunks) -> Tensor:
 def _write(full: Tensor, chunks: Chunks, flat: Tensor) -> None:
     """Write a flattened shard into a tensor."""
     shard = flat.view(chunks.local_shape)
-    for own, place in overlaps(chunks, whole(chunks.global_shape)):
+    for own, place in overlaps(chunks.ranges, whole(chunks.global_shape).ranges):
         full[place] = shard[own]

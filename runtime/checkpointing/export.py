@@ -27,7 +27,6 @@ from autopar.runtime.checkpointing.owners import (
     LocalTensors,
     Owned,
     Owners,
-    every_rank,
     local_weights,
     overlaps,
 )
@@ -38,7 +37,7 @@ from autopar.runtime.ranks.leaving import say
 from autopar.runtime.ranks.locations import MARK
 from autopar.runtime.ranks.mesh import Mesh
 from autopar.runtime.ranks.refusal import refuse
-from autopar.runtime.ranks.transport import near
+from autopar.runtime.ranks.transport import every_rank, near
 from autopar.runtime.tensor.shards import whole
 from autopar.runtime.weights.initial_weights import Recipe
 from autopar.runtime.weights.loading import WeightsOrigin
@@ -197,7 +196,7 @@ def _write(
     entries = whole_model.entries
     wanted = saved.weights if saved is not None else tuple(one.name for one in entries)
     # all ranks use the first rank's list, because only the first knows the files of the export
-    (wanted, *_) = every_rank(wanted, mesh)
+    (wanted, *_) = every_rank(wanted, mesh.world)
     if mesh.rank != 0:
         for name in wanted:
             whole_model.gathered(name)
@@ -247,7 +246,7 @@ class _Whole:
         full = torch.empty(shape if first else (0,), dtype=owned[0].dtype)
         for one in owned:
             piece = self._moved(one)
-            for target, source in overlaps(whole(shape), one.chunks) if first else ():
+            for target, source in overlaps(whole(shape).ranges, one.chunks.ranges) if first else ():
                 full[target] = piece[source]
         return self._as_built(full, owned[0]) if first else full
 

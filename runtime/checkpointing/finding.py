@@ -28,9 +28,7 @@ from autopar.runtime.checkpointing.manifest import (
     read_manifest,
     read_moment,
 )
-from autopar.runtime.checkpointing.owners import every_rank
 from autopar.runtime.checkpointing.safetensors_file import WrittenFile
-from autopar.runtime.ranks.leaving import say
 from autopar.runtime.ranks.locations import (
     BROKEN,
     STEP,
@@ -46,6 +44,7 @@ from autopar.runtime.ranks.locations import (
 )
 from autopar.runtime.ranks.mesh import Mesh
 from autopar.runtime.ranks.refusal import refuse
+from autopar.runtime.ranks.transport import every_rank
 from autopar.runtime.texts import in_a_line
 from autopar.runtime.weights.stored_tensors import KINDS, open_tensors
 
@@ -181,7 +180,7 @@ def expected_files(manifest: Manifest) -> Mapping[str, Expected]:
     entries: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {}
     for one in manifest.tensors.values():
         for shard in one.shards:
-            held = (KINDS[one.dtype], shard.chunks.local_shape)
+            held = (KINDS[one.dtype], shard.shape)
             entries.setdefault(shard.file, {})[shard.entry] = held
     return {
         name: Expected(written=written, entries=entries.get(name, {}))
@@ -263,7 +262,7 @@ def find_checkpoint(folder: Location, resume: str, mesh: Mesh) -> Checkpoint | N
         if isinstance(found, Manifest):
             _set_aside(broken, mesh)
             return Checkpoint(one, found)
-        _note(f"the checkpoint {one} is not whole: {found}; trying the one before", mesh)
+        mesh.say(f"note: the checkpoint {one} is not whole: {found}; trying the one before")
         broken.append(one)
     if broken:
         refuse(
@@ -304,7 +303,7 @@ def best_of(checkpoints: Iterable[Location]) -> tuple[int, float] | None:
 
 def _agreed_candidates(folder: Location, mesh: Mesh) -> Sequence[Location]:
     here = checkpoints_in(folder) if mesh.rank == 0 else ()
-    found: Sequence[Location] = every_rank(here, mesh)[0]
+    found: Sequence[Location] = every_rank(here, mesh.world)[0]
     return found
 
 
@@ -324,7 +323,7 @@ def verified(folder: Location, mesh: Mesh) -> Manifest | str:
         manifest = verify_checkpoint(folder, rank=mesh.rank, ranks=mesh.world_size)
     except BrokenError as error:
         wrong = str(error)
-    told = [one for one in every_rank(wrong, mesh) if one is not None]
+    told = [one for one in every_rank(wrong, mesh.world) if one is not None]
     if told:
         return str(told[0])
     assert manifest is not None
@@ -341,11 +340,6 @@ def _set_aside(broken: Sequence[Location], mesh: Mesh) -> None:
             refuse(
                 f"{one} is not whole and cannot be renamed: {error.strerror}", fix="move it away"
             )
-
-
-def _note(text: str, mesh: Mesh) -> None:
-    if mesh.rank == 0:
-        say(f"note: {text}")
 
 
 def remove_old_checkpoints(folder: Location, keep: int, keep_every: int | None) -> None:

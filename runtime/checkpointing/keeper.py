@@ -17,7 +17,6 @@ from autopar.runtime.checkpointing.export import Exporting, export, exporting
 from autopar.runtime.checkpointing.finding import Checkpoint, remove_old_checkpoints
 from autopar.runtime.checkpointing.manifest import Moment
 from autopar.runtime.checkpointing.model_files import destination
-from autopar.runtime.checkpointing.owners import every_rank
 from autopar.runtime.checkpointing.progress import (
     GO_ON,
     Planned,
@@ -43,13 +42,13 @@ from autopar.runtime.data.epochs import epochs_of
 from autopar.runtime.evaluation.evaluating import Evaluated, evaluates_after
 from autopar.runtime.optimizer.gradients import LossScale
 from autopar.runtime.optimizer.outer import average_replicas
-from autopar.runtime.ranks.leaving import say
 from autopar.runtime.ranks.locations import Location
 from autopar.runtime.ranks.mesh import Mesh, stop
 from autopar.runtime.ranks.metrics import Curves, Event, Metrics
 from autopar.runtime.ranks.options import check_same_options, in_rounds
 from autopar.runtime.ranks.randomness import mixed_seed
 from autopar.runtime.ranks.refusal import give_up, refuse
+from autopar.runtime.ranks.transport import every_rank
 from autopar.runtime.ranks.user_code import note_device
 from autopar.runtime.weights.initial_weights import Recipe
 from autopar.runtime.weights.loading import WeightsOrigin
@@ -74,7 +73,7 @@ class Keeper:
         check_same_options(options, mesh)
         self._mesh, self._options, self._model = mesh, options, model
         for note in in_rounds(options, mesh.sync_every):
-            self._say(note)
+            self._mesh.say(note)
         self._epochs = epochs_of(dataset, options, rows_per_step)
         self._folder = folder_of(options)
         self._place = destination(options.export, mesh, beside=self._folder)
@@ -183,7 +182,7 @@ class Keeper:
         is_alike = is_last or self._mesh.is_alike(step)  # otherwise requests wait
         if answer.stops and not (self._stops or is_alike):
             every = self._mesh.sync_every
-            self._say(f"stops after step {step + -step % every:,}, the next outer step")
+            self._mesh.say(f"stops after step {step + -step % every:,}, the next outer step")
         self._stops |= answer.stops
         self._is_due |= answer.is_due or step % self._options.checkpoint_every == 0
         leaves = self._stops and is_alike and not is_last
@@ -234,7 +233,7 @@ class Keeper:
         moment, origin = found.manifest.moment, found.manifest.origin
         notes = restore(found, parts, optimizer), note_of_replicas(found, optimizer)
         for note in filter(None, notes):
-            self._say(f"note: {note}")
+            self._mesh.say(f"note: {note}")
         if self._loss_scale is not None and moment.loss_scale is not None:
             self._loss_scale.go_on(moment.loss_scale, moment.calm_steps)
         if scheduler is not None:
@@ -247,11 +246,11 @@ class Keeper:
             mesh = self._mesh
             places = (mesh.data.rank, mesh.pipeline.rank)
             torch.manual_seed(mixed_seed(self._options.seed, moment.step, *places))
-        self._say(f"goes on after step {moment.step:,} from {found.folder}")
+        self._mesh.say(f"goes on after step {moment.step:,} from {found.folder}")
         if origin.model != self._model:
-            self._say("note: the checkpoint is of another model file, but its tensors fit")
+            self._mesh.say("note: the checkpoint is of another model file, but its tensors fit")
         if moment.step >= self.steps:
-            self._say(f"nothing is left of {self.steps:,} steps (--steps or --epochs)")
+            self._mesh.say(f"nothing is left of {self.steps:,} steps (--steps or --epochs)")
 
     def _write(self, folder: Location, step: int, *, at_once: bool) -> None:
         """Write a checkpoint: at once, or in the background."""
@@ -312,21 +311,21 @@ class Keeper:
             waited_seconds=round(saved.waited_seconds, 3),
         )
         waited = f"{saved.seconds:,.1f} s, of which the training waited {saved.waited_seconds:,.1f}"
-        self._say(f"kept step {saved.step:,} in {folder} ({waited})")
+        self._mesh.say(f"kept step {saved.step:,} in {folder} ({waited})")
         try:
             if self._mesh.rank == 0:
                 remove_old_checkpoints(folder, self._options.keep, self._options.keep_every)
         except OSError as error:
-            self._say(f"note: older checkpoints are still there ({said(error)})")
+            self._mesh.say(f"note: older checkpoints are still there ({said(error)})")
 
     def _tell_failure(self, step: int, failure: str) -> None:
         last = f"step {self._kept_step:,}" if self._kept_step else "none"
-        self._say(f"note: step {step:,} could not be kept ({failure}); the last one is {last}")
+        self._mesh.say(f"note: step {step:,} could not be kept ({failure}); the last one is {last}")
 
     def _stop_if_lost(self, folder: Location, step: int) -> None:
         """Exit if another training took the folder while this one was suspended."""
         is_lost = self._claim is not None and self._claim.is_lost
-        if every_rank(is_lost, self._mesh)[0]:
+        if every_rank(is_lost, self._mesh.world)[0]:
             found = f"another training has taken {folder} while this one stood still"
             self._metrics.add(event=Event.STOPPED, step=step, why=found)
             give_up(found, fix="let one of them end, or give it a folder of its own: --checkpoint")
@@ -337,7 +336,7 @@ class Keeper:
 
     def _broken(self) -> str | None:
         """Return a message that names non-finite parameters on any rank, or None."""
-        ranks = every_rank(broken_of(self._parts), self._mesh)
+        ranks = every_rank(broken_of(self._parts), self._mesh.world)
         return broken_in_words(ranks) if any(one.count for one in ranks) else None
 
     def _refuse_no_numbers(self) -> None:
@@ -347,7 +346,7 @@ class Keeper:
         weights = self._options.weights
         origin = "build_model() makes them so" if weights is None else f"from {weights.files}"
         if self._options.on_nan == GO_ON:
-            self._say(f"note: {broken} before the first step ({origin})")
+            self._mesh.say(f"note: {broken} before the first step ({origin})")
             return
         refuse(
             f"{broken} before the first step ({origin})",
@@ -358,7 +357,7 @@ class Keeper:
         """Print that weights are not finite and so not saved; exit unless --on-nan go-on is set."""
         found = f"{broken} after step {step:,}, and are not kept"
         if self._options.on_nan == GO_ON:
-            self._say(f"note: {found}")
+            self._mesh.say(f"note: {found}")
             return
         self._metrics.add(event=Event.STOPPED, step=step, why=found)
         give_up(
@@ -377,7 +376,7 @@ class Keeper:
         self._give_back()
         stop(self._mesh)
         if is_kept:
-            self._say(f"stopped by a signal after step {step:,}; --resume auto goes on")
+            self._mesh.say(f"stopped by a signal after step {step:,}; --resume auto goes on")
         raise SystemExit(PREEMPTED if is_kept else 1)
 
     def _note_stop(self, step: int, why: str) -> None:
@@ -393,7 +392,3 @@ class Keeper:
     def _learning_rate(self) -> float | None:
         """Return the learning rate of the first parameter group in the last step."""
         return None if self._rate is None else float(self._rate)
-
-    def _say(self, text: str) -> None:
-        if self._mesh.rank == 0:
-            say(text)

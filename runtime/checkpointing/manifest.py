@@ -8,17 +8,18 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from typing import Annotated, Any, TypeAlias
 
 import torch
 
+from autopar.runtime.checkpointing.owners import overlaps
 from autopar.runtime.checkpointing.safetensors_file import WrittenFile
 from autopar.runtime.checkpointing.states import BASIS, ERRORS, STATE, WEIGHT, Scalar
 from autopar.runtime.ranks.locations import MANIFEST, MARK, Location, text_of
-from autopar.runtime.ranks.metrics import Check, Count, NotARecordError, parsed, record
-from autopar.runtime.tensor.shards import Chunks
+from autopar.runtime.ranks.metrics import Check, Count, Named, NotARecordError, parsed, record
+from autopar.runtime.tensor.shards import shape_of
 from autopar.runtime.tensor.slices import Ranges
 from autopar.runtime.texts import in_a_line
 from autopar.runtime.weights.stored_tensors import DTYPES, KINDS
@@ -32,7 +33,7 @@ Steps: TypeAlias = Annotated[
     int, Check(f"0 to {MOST_STEPS:,}", lambda steps: 0 <= steps <= MOST_STEPS)
 ]
 Positive: TypeAlias = Annotated[float, Check("above 0", lambda number: number > 0)]
-TypeName: TypeAlias = Annotated[str, Check("a type of elements", DTYPES.__contains__)]
+DType: TypeAlias = Annotated[torch.dtype, Named("a type of elements", DTYPES)]
 Word: TypeAlias = Annotated[
     str, Check("a line of at most 200 characters", lambda t: len(t) <= 200 and t.isprintable())
 ]
@@ -49,15 +50,25 @@ class StoredShard:
 
     file: str
     entry: str
-    chunks: Chunks
+    ranges: tuple[tuple[Range, ...], ...]  # those of its chunks
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the shard."""
+        return shape_of(self.ranges)
+
+    @property
+    def elements(self) -> int:
+        """How many elements the shard has."""
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Logical:
     """A logical tensor, and the files of its shards."""
 
-    dtype: torch.dtype
-    shape: tuple[int, ...]
+    dtype: DType
+    shape: tuple[Count, ...]
     shards: tuple[StoredShard, ...]
 
 
@@ -87,68 +98,23 @@ class CheckpointOrigin:
 class ExportedWeight:
     """A weight of the exported model."""
 
-    dtype: torch.dtype  # as the constructor made it
+    dtype: DType  # as the constructor made it
     aliases: tuple[str, ...] = ()  # other names of a tied weight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """Everything that is known of a checkpoint except the values of its tensors."""
+    """Everything that is known of a checkpoint except the values of its tensors.
+
+    The fields are written as JSON in this order.
+    """
 
     moment: Moment
     origin: CheckpointOrigin
     files: Mapping[str, WrittenFile]
+    scalars: Mapping[str, Scalar]
     tensors: Mapping[str, Logical]
-    scalars: Mapping[str, Scalar]
-    exported: Mapping[str, ExportedWeight]  # by the name of the weight
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _ShardDocument:
-    """A shard as JSON."""
-
-    file: str
-    entry: str
-    ranges: tuple[tuple[Range, ...], ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _TensorDocument:
-    """A logical tensor as JSON."""
-
-    dtype: TypeName
-    shape: tuple[Count, ...]
-    shards: tuple[_ShardDocument, ...]
-
-    def read(self) -> Logical:
-        """Return the logical tensor that this document describes."""
-        shards = (
-            StoredShard(file=one.file, entry=one.entry, chunks=Chunks(self.shape, one.ranges))
-            for one in self.shards
-        )
-        return Logical(dtype=DTYPES[self.dtype], shape=self.shape, shards=tuple(shards))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _ExportedDocument:
-    """An exported weight as JSON."""
-
-    dtype: TypeName
-    aliases: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Document:
-    """A manifest as JSON; the fields are written in this order."""
-
-    written_by: str
-    format: int
-    moment: Moment
-    origin: CheckpointOrigin
-    files: Mapping[str, WrittenFile]
-    scalars: Mapping[str, Scalar]
-    tensors: Mapping[str, _TensorDocument]
-    exported: Mapping[str, _ExportedDocument] = field(default_factory=dict)
+    exported: Mapping[str, ExportedWeight] = field(default_factory=dict)  # by the weight's name
 
 
 def rank_file(rank: int) -> str:
@@ -158,21 +124,10 @@ def rank_file(rank: int) -> str:
 
 def to_text(manifest: Manifest) -> str:
     """Return a manifest as JSON, with a digest that reveals changes."""
-    content = {
-        **MARK,
-        "format": FORMAT,
-        "moment": asdict(manifest.moment),
-        "origin": asdict(manifest.origin),
-        "files": {name: asdict(file) for name, file in manifest.files.items()},
-        "scalars": {key: asdict(one) for key, one in manifest.scalars.items()},
-        "tensors": {key: _as_data(one) for key, one in manifest.tensors.items()},
-        "exported": {
-            key: {"dtype": KINDS[one.dtype], "aliases": one.aliases}
-            for key, one in manifest.exported.items()
-            if one.dtype in KINDS
-        },
-    }
-    return json.dumps({**content, "sha256": _digest(content)}, indent=1) + "\n"
+    exported = {key: one for key, one in manifest.exported.items() if one.dtype in KINDS}
+    content = {**MARK, "format": FORMAT, **_as_data(replace(manifest, exported=exported))}
+    digest = {"sha256": _digest(content)}
+    return json.dumps({**content, **digest}, indent=1, default=_as_data) + "\n"
 
 
 def read_manifest(folder: Location) -> Manifest:
@@ -184,7 +139,8 @@ def read_manifest(folder: Location) -> Manifest:
         if content.get("format") != FORMAT:
             told = str(content.get("format"))[:20]
             raise BrokenError(f"{NAME} is of format {told}, and this reads {FORMAT}")
-        return _manifest_of(record(_Document, content))
+        own = {key: value for key, value in content.items() if key not in ("format", *MARK)}
+        return record(Manifest, own)
 
 
 def read_moment(folder: Location) -> Moment:
@@ -214,31 +170,16 @@ def _raised_as_broken() -> Iterator[None]:
         raise BrokenError(f"{NAME} is no description of a checkpoint") from None
 
 
-def _manifest_of(document: _Document) -> Manifest:
-    return Manifest(
-        moment=document.moment,
-        origin=document.origin,
-        files=document.files,
-        scalars=document.scalars,
-        tensors={key: one.read() for key, one in document.tensors.items()},
-        exported={
-            key: ExportedWeight(dtype=DTYPES[one.dtype], aliases=one.aliases)
-            for key, one in document.exported.items()
-        },
-    )
-
-
 def _digest(content: Mapping[str, Any]) -> str:
-    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"), default=_as_data)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _as_data(one: Logical) -> dict[str, Any]:
-    shards = [
-        {"file": shard.file, "entry": shard.entry, "ranges": shard.chunks.ranges}
-        for shard in one.shards
-    ]
-    return {"dtype": KINDS[one.dtype], "shape": one.shape, "shards": shards}
+def _as_data(one: Any) -> Any:
+    """Return a dtype or a dataclass as JSON has it."""
+    if isinstance(one, torch.dtype):
+        return KINDS[one]
+    return {field.name: getattr(one, field.name) for field in fields(one)}
 
 
 _MOST_PAIRS = 10_000_000  # pairs of shards that are compared; more would take minutes
@@ -283,7 +224,7 @@ def _tensor_faults(manifest: Manifest) -> Iterator[str]:
             yield f"{where}: {fault}"
             return  # the sizes of shards are not known if a shape is wrong
         for shard in one.shards:
-            sizes[shard.file] += shard.chunks.elements * one.dtype.itemsize
+            sizes[shard.file] += shard.elements * one.dtype.itemsize
     for name, size in sizes.items():
         if size > manifest.files[name].size_bytes:
             yield f"tensors: the shards in {name} have more bytes than that file"
@@ -294,7 +235,7 @@ def _shard_fault(one: Logical, manifest: Manifest) -> str:
     for shard in one.shards:
         if shard.file not in manifest.files:
             return f"a shard is in {in_a_line(shard.file)[:60]!r}, which is none of the files"
-        ranges = shard.chunks.ranges
+        ranges = shard.ranges
         if len(ranges) != len(one.shape):
             return f"a shard has {len(ranges)} dims, and the tensor {len(one.shape)}"
         for held, size in zip(ranges, one.shape, strict=True):
@@ -319,7 +260,7 @@ class _Pairs:
 
 def _cover_fault(one: Logical, pairs: _Pairs) -> str:
     """Return a fault if the shards of a tensor overlap or leave a gap, or an empty string."""
-    held = sum(shard.chunks.elements for shard in one.shards)
+    held = sum(shard.elements for shard in one.shards)
     needed = math.prod(one.shape)
     if held != needed:
         return f"its shards hold {held:,} of {needed:,} elements"
@@ -333,12 +274,12 @@ def _overlap(shards: Sequence[StoredShard], dims: int, pairs: _Pairs) -> bool:
 
     Once `pairs` is used up, the answer is False.
     """
-    cuts = [{ends for shard in shards for ends in shard.chunks.ranges[dim]} for dim in range(dims)]
+    cuts = [{ends for shard in shards for ends in shard.ranges[dim]} for dim in range(dims)]
     along = max(range(dims), key=lambda dim: len(cuts[dim]), default=0)
     every = sorted(
         (low, high, number)
         for number, shard in enumerate(shards)
-        for low, high in shard.chunks.ranges[along]
+        for low, high in shard.ranges[along]
         if low < high
     )
     open_now: list[tuple[int, int]] = []  # the end of each open shard, and its index
@@ -348,16 +289,8 @@ def _overlap(shards: Sequence[StoredShard], dims: int, pairs: _Pairs) -> bool:
         if pairs.left <= 0:
             return False
         for _, other in open_now:
-            if other != number and _meet(shards[number], shards[other]):
+            shared = overlaps(shards[number].ranges, shards[other].ranges)
+            if other != number and any(True for _ in shared):
                 return True
         open_now.append((high, number))
     return False
-
-
-def _meet(one: StoredShard, other: StoredShard) -> bool:
-    """Whether two shards overlap in every dim."""
-    by_dim = zip(one.chunks.ranges, other.chunks.ranges, strict=True)
-    return all(
-        any(max(low, first) < min(high, last) for low, high in held for first, last in its)
-        for held, its in by_dim
-    )

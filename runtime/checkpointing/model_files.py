@@ -70,11 +70,6 @@ class Destination:
         others = (path for name in names if (path := self.path / name).exists())
         yield from (one for one in (*self.earlier(), *others) if not _is_export(one))
 
-    def remove_earlier(self) -> None:
-        """Remove the files of an earlier export: first the index, which names the others."""
-        for path in reversed(list(self.earlier())):
-            path.unlink()
-
 
 def destination(text: str, mesh: Mesh, *, beside: Location | None = None) -> Destination | None:
     """Parse --export and check it before training begins; exit if nothing can be written there.
@@ -219,8 +214,9 @@ def write_model(
         foreign = next(to.foreign(), None)  # written by another program during the training
         if foreign is not None:
             raise FileExistsError(errno.EEXIST, "autopar has not exported it", str(foreign))
-        if to.is_folder:
-            to.remove_earlier()
+        # of an earlier export in a folder, the index goes first, because it names the others
+        for path in reversed(list(to.earlier())) if to.is_folder else ():
+            path.unlink()
         for path in paths.values():
             put(aside[path], path)
     for name, text in files.indices.items():

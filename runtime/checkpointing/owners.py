@@ -8,7 +8,6 @@ read the checkpoints of another plan.
 from __future__ import annotations
 
 import math
-import pickle
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -30,16 +29,15 @@ from autopar.runtime.optimizer.pieces import (
     value_of,
 )
 from autopar.runtime.ranks.mesh import Mesh
+from autopar.runtime.ranks.transport import every_rank
 from autopar.runtime.tensor.shards import (
     Chunks,
     TensorPlace,
     boxes,
+    chunks_of,
     group_aliases,
     places,
-    recorded_chunks,
-    whole,
     whole_names,
-    with_rows,
 )
 from autopar.runtime.tensor.slices import Ranges
 
@@ -77,10 +75,8 @@ def named_tensors(parts: Iterable[nn.Module]) -> Iterator[NamedTensor]:
     """Yield every parameter and buffer once."""
     for part in parts:
         for group in group_aliases(places(part)):
-            first = group[0]
-            recorded = recorded_chunks(first.module, first.attribute)
-            chunks = with_rows(recorded or whole(tuple(first.tensor.shape)), first.tensor)
-            yield NamedTensor(names=whole_names(part, group), place=first, chunks=chunks)
+            names = whole_names(part, group)
+            yield NamedTensor(names=names, place=group[0], chunks=chunks_of(group[0]))
 
 
 class SteppedPieces:
@@ -137,9 +133,9 @@ def parts_of_span(span: Span, key: str, chunks: Chunks, values: Tensor) -> Itera
 Slices: TypeAlias = tuple[slice, ...]
 
 
-def overlaps(one: Chunks, other: Chunks) -> Iterator[tuple[Slices, Slices]]:
+def overlaps(one: Sequence[Ranges], other: Sequence[Ranges]) -> Iterator[tuple[Slices, Slices]]:
     """Yield the boxes that two shards share, as slices of the first and of the second."""
-    by_dim = [list(_common(own, its)) for own, its in zip(one.ranges, other.ranges, strict=True)]
+    by_dim = [list(_common(own, its)) for own, its in zip(one, other, strict=True)]
     for block in product(*by_dim):
         yield tuple(own for own, _ in block), tuple(its for _, its in block)
 
@@ -213,7 +209,7 @@ class Owners:
             for one in local_tensors
         ]
         if any_rank(here != self._here, self._mesh):
-            self._here, self._owned = here, shared_out(every_rank(here, self._mesh))
+            self._here, self._owned = here, shared_out(every_rank(here, self._mesh.world))
         return self._owned
 
 
@@ -229,16 +225,6 @@ class LocalTensors:
         """Return the values of a shard that this rank writes."""
         tensor = self._tensors[owned.key, owned.shard]
         return tensor if owned.rows is None else tensor[slice(*owned.rows)]
-
-
-def every_rank(value: Any, mesh: Mesh) -> list[Any]:
-    """Return every rank's value, on all ranks. Equal values become one object."""
-    if mesh.world.size == 1:
-        return [value]
-    found: list[Any] = [None] * mesh.world.size
-    dist.all_gather_object(found, pickle.dumps(value), group=mesh.world.group)
-    read = {one: pickle.loads(one) for one in set(found)}
-    return [read[one] for one in found]
 
 
 def on_first(value: Any, mesh: Mesh) -> list[Any]:

@@ -21,14 +21,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopar.runtime.checkpointing.owners import every_rank, named_tensors
+from autopar.runtime.checkpointing.owners import named_tensors
 from autopar.runtime.data.loss import largest_norm, mean_loss
 from autopar.runtime.optimizer.pieces import local_tensor
-from autopar.runtime.ranks.leaving import draw_bar, is_terminal, say
+from autopar.runtime.ranks.leaving import draw_bar, is_terminal
 from autopar.runtime.ranks.mesh import Mesh
 from autopar.runtime.ranks.metrics import Event, Metrics
 from autopar.runtime.ranks.refusal import give_up
-from autopar.runtime.ranks.transport import gathered
+from autopar.runtime.ranks.transport import every_rank, gathered
 from autopar.runtime.ranks.user_code import CPU_BY_FORMULA
 
 
@@ -124,7 +124,7 @@ class Pace:
         if self._mesh.world.size == 1 or self._mesh.is_dry_run or self._lines >= 0:
             return ()
         if self._kinds is None:
-            self._kinds = every_rank(_kind(self._mesh.device), self._mesh)
+            self._kinds = every_rank(_kind(self._mesh.device), self._mesh.world)
         lines = max(int(_EVERY_SECONDS / (steps * step_seconds)), 1)
         own = [product_seconds(self._mesh.device), read / steps, float(lines)]
         every = gathered(
@@ -277,7 +277,9 @@ class Progress:
         steps = step - self._step
         line = self._line(step, loss, clipped)
         self._tell(line)
-        self._tell_slow(steps, line.seconds, step)
+        for one in self._pace.slow_ranks(steps, line.seconds):
+            self._metrics.add(event=Event.SLOW, step=step, **asdict(one))
+            self._mesh.say(f"note: {one}")
         is_sound = math.isfinite(loss) and (self._scales_loss or math.isfinite(clipped or 0.0))
         was_sound = self._before is None or math.isfinite(self._before[1])
         # fp16 skips a step whose gradients overflow. Only two bad lines in a row are an error.
@@ -345,17 +347,10 @@ class Progress:
     def _tell(self, line: StepLine) -> None:
         data = asdict(line)
         self._metrics.add(**data)
-        if self._mesh.rank == 0:
-            # Formulas for a CPU without a profile may be far off, which is no fault of the run.
-            is_rough = self._planned[0] == CPU_BY_FORMULA
-            shown = replace(line, against_plan=None) if is_rough else line
-            say(json.dumps(data) if self._options.json else shown, sys.stdout)
-
-    def _tell_slow(self, steps: int, seconds: float, step: int) -> None:
-        for one in self._pace.slow_ranks(steps, seconds):
-            self._metrics.add(event=Event.SLOW, step=step, **asdict(one))
-            if self._mesh.rank == 0:
-                say(f"note: {one}")
+        # Formulas for a CPU without a profile may be far off, which is no fault of the run.
+        is_rough = self._planned[0] == CPU_BY_FORMULA
+        shown = replace(line, against_plan=None) if is_rough else line
+        self._mesh.say(json.dumps(data) if self._options.json else shown, sys.stdout)
 
     def _stop(self, step: int, loss: float, own_loss: Tensor, norm: float | None) -> None:
         """Unless --on-nan is go-on, print which ranks' losses are not finite, and exit."""
@@ -363,7 +358,7 @@ class Progress:
             return
         self._before_stopping()
         is_own = not math.isfinite(float(own_loss))
-        ranks = every_rank((is_own, broken_of(self._parts)), self._mesh)
+        ranks = every_rank((is_own, broken_of(self._parts)), self._mesh.world)
         found = [str(rank) for rank, (is_its, _) in enumerate(ranks) if is_its]
         where = f" on rank {', '.join(found)}" if found else ""
         what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient norm is {norm}"

@@ -33,7 +33,6 @@ from autopar.runtime.checkpointing.manifest import Logical, StoredShard, rank_fi
 from autopar.runtime.checkpointing.owners import (
     Slices,
     SteppedPieces,
-    every_rank,
     named_tensors,
     overlaps,
 )
@@ -53,11 +52,11 @@ from autopar.runtime.checkpointing.writing import CheckpointSnapshot, complete
 from autopar.runtime.evaluation.evaluating import Evaluated
 from autopar.runtime.optimizer.outer import MOMENTUM, outer_of
 from autopar.runtime.optimizer.pieces import is_copy, local_tensor, value_of
-from autopar.runtime.ranks.leaving import say
 from autopar.runtime.ranks.locations import Location
 from autopar.runtime.ranks.mesh import Mesh
 from autopar.runtime.ranks.metrics import Event, Metrics
 from autopar.runtime.ranks.refusal import refuse
+from autopar.runtime.ranks.transport import every_rank
 from autopar.runtime.tensor.shards import Chunks, whole
 from autopar.runtime.weights.stored_tensors import open_tensors
 
@@ -70,19 +69,15 @@ class Reader:
         self._files = files
         self._opened: dict[str, Any] = {}
 
-    def logical(self, key: str) -> Logical | None:
-        """Return the entry of a logical tensor, or None if the checkpoint does not have it."""
-        return self.checkpoint.manifest.tensors.get(key)
-
     def fill(self, key: str, held: Chunks, tensor: Tensor) -> None:
         """Fill a tensor that holds these chunks of a logical tensor."""
         for shard in self.checkpoint.manifest.tensors[key].shards:
-            for target, source in overlaps(held, shard.chunks):
+            for target, source in overlaps(held.ranges, shard.ranges):
                 found = self.box(shard, source)
                 tensor[target] = found.to(tensor.device, tensor.dtype)
 
     @property
-    def keys(self) -> Mapping[str, object]:
+    def keys(self) -> Mapping[str, Logical]:
         """The keys of all logical tensors."""
         return self.checkpoint.manifest.tensors
 
@@ -207,7 +202,7 @@ def _restored_state(
 ) -> Any:
     """Return the state of this rank's replica, or the mean of all if their number differs."""
     outer = outer_of(optimizer)
-    if reader.logical(names[0]) is None:
+    if names[0] not in reader.keys:
         return made_scalar(reader.checkpoint.manifest.scalars[names[0]], target, optimizer)
     if outer is not None and outer.replica.size == len(names):
         names = [one for one in names if f"{REPLICA}{outer.replica.rank}/" in one]
@@ -216,7 +211,7 @@ def _restored_state(
 
 
 def _read_state(reader: Reader, target: SteppedTensor, name: str) -> Tensor:
-    logical = reader.checkpoint.manifest.tensors[name]
+    logical = reader.keys[name]
     device = target.parameter.device
     if logical.shape != target.chunks.global_shape:
         value = torch.empty(logical.shape, dtype=logical.dtype, device=device)
@@ -239,8 +234,7 @@ def go_back(
     else:
         restore(Checkpoint(place, found), parts, optimizer)
         told = f"the best evaluation was that of step {best:,}: its weights are exported"
-    if mesh.rank == 0:
-        say(told)
+    mesh.say(told)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -339,7 +333,7 @@ class Evaluations:
         """Resume after a step; the best evaluation is the best among the checkpoints up to it."""
         there = checkpoints_in(folder) if self._mesh.rank == 0 else ()
         before = [one for one in there if step_of(one) <= step]
-        self._best = every_rank(best_of(before), self._mesh)[0]
+        self._best = every_rank(best_of(before), self._mesh.world)[0]
         if self._best is not None and self._options.eval_every:
             every = self._options.eval_every
             self._since = step // every - self._best[0] // every
@@ -355,7 +349,7 @@ class Evaluations:
             best = self.best_step
             self._metrics.add(event=Event.STOPPED_EARLY, step=step, best_step=best)
             why = "found a number" if best is None else f"was better than that of step {best:,}"
-            self._say(f"stopped early after step {step:,}: no evaluation {why}")
+            self._mesh.say(f"stopped early after step {step:,}: no evaluation {why}")
 
     def loss_of(self, step: int) -> float | None:
         """Return the finite loss of the evaluation after a step, or None."""
@@ -385,16 +379,11 @@ class Evaluations:
             "is_best": is_best,
         }
         self._metrics.add(**data)
-        if self._mesh.rank == 0:
-            figures = (
-                f"step {step:>6}   evaluation loss {found.loss:.5f}",
-                *(f"{name} {value:.5g}" for name, value in found.metrics.items()),
-                f"{found.rows:,} rows   {found.seconds:,.1f} s",
-                *(["best"] if is_best else []),
-            )
-            line = "   ".join(figures)
-            say(json.dumps(data) if self._options.json else line, sys.stdout)
-
-    def _say(self, text: str) -> None:
-        if self._mesh.rank == 0:
-            say(text)
+        figures = (
+            f"step {step:>6}   evaluation loss {found.loss:.5f}",
+            *(f"{name} {value:.5g}" for name, value in found.metrics.items()),
+            f"{found.rows:,} rows   {found.seconds:,.1f} s",
+            *(["best"] if is_best else []),
+        )
+        line = json.dumps(data) if self._options.json else "   ".join(figures)
+        self._mesh.say(line, sys.stdout)

@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from weakref import finalize
@@ -46,7 +47,10 @@ class HostRoom:
         is_on_device = any(one.device.type == "cuda" for one in tensors)
         if self._memory.size < size:
             self._memory = _Memory(0, is_locked=False)  # free the old memory first
-            _refuse_too_much(size)
+            # the ranks of this machine together may need more memory than is free
+            processes, free = own_place().local_world_size, free_host_bytes()
+            if free is not None and size * processes > free:
+                raise MemoryError(f"{processes} copies of {size:,} bytes, and {free:,} are free")
             self._memory = _Memory(size, is_locked=is_on_device)
         copies = [
             self._memory.flat[start : start + one.nbytes].view(one.dtype).view(one.shape)
@@ -132,13 +136,6 @@ def free_host_bytes() -> int | None:
     return min([*found, *(group.free_bytes for group in memory_groups())], default=None)
 
 
-def _refuse_too_much(size: int) -> None:
-    """Raise if the ranks of this machine together would need more memory than is free."""
-    processes, free = own_place().local_world_size, free_host_bytes()
-    if free is not None and size * processes > free:
-        raise MemoryError(f"{processes} copies of {size:,} bytes, and {free:,} are free")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
     """A tensor of a file, as its header describes it."""
@@ -172,28 +169,22 @@ def write_tensors(
     """Write tensors in the order of their entries, and flush them to the disk."""
     digest, size = hashlib.sha256(), 0
 
-    def counted() -> Iterator[bytes | memoryview]:
-        nonlocal size
-        for block in _blocks(entries, tensors, metadata):
-            digest.update(block)
-            size += len(block)
-            yield block
-
-    write(path, counted())
-    return WrittenFile(size_bytes=size, sha256=digest.hexdigest())
-
-
-def _blocks(
-    entries: Sequence[Entry], tensors: Iterator[Tensor], metadata: Mapping[str, str]
-) -> Iterator[bytes | memoryview]:
     def flat() -> Iterator[Tensor]:
         for entry, tensor in zip(entries, tensors, strict=True):
             assert (tuple(tensor.shape), tensor.dtype) == (entry.shape, entry.dtype), entry
             if tensor.numel():
                 yield as_bytes(tensor)
 
-    yield _header(entries, metadata)
-    yield from blocks_of(flat())
+    def counted() -> Iterator[bytes | memoryview]:
+        nonlocal size
+        blocks: Iterator[bytes | memoryview] = blocks_of(flat())
+        for block in chain([_header(entries, metadata)], blocks):
+            digest.update(block)
+            size += len(block)
+            yield block
+
+    write(path, counted())
+    return WrittenFile(size_bytes=size, sha256=digest.hexdigest())
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

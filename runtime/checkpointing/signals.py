@@ -33,11 +33,11 @@ from torch.autograd import Variable
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_leaves
 
-from autopar.runtime.checkpointing.owners import every_rank
 from autopar.runtime.checkpointing.watch import place_of_main_thread
 from autopar.runtime.ranks.leaving import FAILED, ExitReason, say, tell
 from autopar.runtime.ranks.mesh import Mesh
 from autopar.runtime.ranks.metrics import PROFILES, Event, Metrics
+from autopar.runtime.ranks.transport import every_rank
 
 PREEMPTED = 75  # the exit code: a checkpoint has been written, and the training can be resumed
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
@@ -324,7 +324,7 @@ class StepProfile:
             os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise it prints its start and stop
             self._profiler = profile(activities=[_ACTIVITIES[self._mesh.device.type]])
             self._profiler.start()
-            every_rank(None, self._mesh)  # no rank begins the step before all are profiling
+            every_rank(None, self._mesh.world)  # no rank begins the step before all are profiling
             self._begun = time.perf_counter()
             self._actions = PartActions(parts, self._mesh.device)
 
@@ -346,10 +346,9 @@ class StepProfile:
             memory_bytes=torch.cuda.max_memory_reserved() if is_cuda else None,
             parts=tuple(self._actions.medians(actions)),
         )
-        ranks: list[RankProfile] = every_rank(own, self._mesh)
+        ranks: list[RankProfile] = every_rank(own, self._mesh.world)
         self._metrics.add(event=Event.PROFILED, step=step, ranks=[asdict(one) for one in ranks])
-        if self._mesh.rank == 0:
-            say(f"profiled step {step:,}: {_in_words(ranks)}")
+        self._mesh.say(f"profiled step {step:,}: {_in_words(ranks)}")
         # of the ranks with the same stages, the first one writes
         if self._metrics_file is not None and self._mesh.data.rank == self._mesh.tensor.rank == 0:
             data = {"begun_ns": self._actions.begun_ns, "actions": [asdict(one) for one in actions]}

@@ -30,10 +30,11 @@ from uuid import uuid4
 import torch
 import torch.distributed as dist
 
-from autopar.runtime.checkpointing.owners import every_rank
 from autopar.runtime.launchers import own_place
 from autopar.runtime.ranks.leaving import FAILED, ExitReason, tell
 from autopar.runtime.ranks.mesh import Mesh
+from autopar.runtime.ranks.metrics import record
+from autopar.runtime.ranks.transport import every_rank
 
 _STANDARD = sysconfig.get_path("stdlib")
 
@@ -72,16 +73,11 @@ class UnderWay:
 def under_way() -> UnderWay:
     """Return this rank's collectives; none if the flight recorder is off or missing."""
     with suppress(Exception):  # an error here must not hide the rest of the message
-        return _read(json.loads(_dumped()).get("entries", []))
+        library: Any = torch._C._distributed_c10d
+        is_nccl = dist.get_backend() == "nccl"
+        dump = library._dump_nccl_trace_json if is_nccl else library._dump_fr_trace_json
+        return _read(json.loads(dump(includeCollectives=True)).get("entries", []))
     return UnderWay(begun={})
-
-
-def _dumped() -> bytes:
-    library: Any = torch._C._distributed_c10d
-    is_nccl = dist.get_backend() == "nccl"
-    dump = library._dump_nccl_trace_json if is_nccl else library._dump_fr_trace_json
-    found: bytes = dump(includeCollectives=True)
-    return found
 
 
 def _read(entries: list[Mapping[str, Any]]) -> UnderWay:
@@ -93,14 +89,10 @@ def _read(entries: list[Mapping[str, Any]]) -> UnderWay:
         group, number = f"{name} {kind}", one[f"{kind}_seq_id"]
         begun[group] = max(begun.get(group, 0), number)
         if waits_for is None and not (one["retired"] or one["state"] == "completed"):
-            words = f"{_op(one)} {number:,} of {_axis(described)}"
+            op = str(one["profiling_name"]).rpartition(":")[2]  # without its library
+            words = f"{op} {number:,} of {_axis(described)}"
             waits_for = Message(group=group, number=number, description=words)
     return UnderWay(begun=begun, waits_for=waits_for)
-
-
-def _op(entry: Mapping[str, Any]) -> str:
-    """Return the name of an operation without its library."""
-    return str(entry["profiling_name"]).rpartition(":")[2]
 
 
 def _axis(described: str) -> str:
@@ -143,19 +135,6 @@ class RankPlace:
         return json.dumps(asdict(self)) + "\n"
 
 
-def _place_of(line: str) -> RankPlace:
-    found = json.loads(line)
-    waits_for = found["under_way"]["waits_for"]
-    return RankPlace(
-        rank=found["rank"],
-        where=found["where"],
-        under_way=UnderWay(
-            begun=found["under_way"]["begun"],
-            waits_for=None if waits_for is None else Message(**waits_for),
-        ),
-    )
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RollCallResult:
     """The result of a roll call."""
@@ -194,12 +173,7 @@ class RollCall:
             if self._nodes[found.teller] == self._nodes[self._rank]:
                 self._store.set(self._key("found"), json.dumps(asdict(found)))
         self._store.wait([self._key("found")], timedelta(seconds=3 * self._patience_seconds))
-        answer = json.loads(self._store.get(self._key("found")))
-        return RollCallResult(
-            teller=answer["teller"],
-            silent=tuple(answer["silent"]),
-            description=answer["description"],
-        )
+        return record(RollCallResult, json.loads(self._store.get(self._key("found"))))
 
     def note_printed(self) -> None:
         """Allow the other ranks to exit: torchrun kills all ranks once one has exited."""
@@ -231,7 +205,8 @@ class RollCall:
             left = deadline - time.monotonic()
             lines = self._store.get(self._key("places")).decode().splitlines()
             if len(lines) == len(self._nodes) or left <= 0:
-                return {one.rank: one for one in map(_place_of, lines)}
+                places = (record(RankPlace, json.loads(line)) for line in lines)
+                return {one.rank: one for one in places}
             time.sleep(min(_POLL_SECONDS, left))
 
 
@@ -283,7 +258,7 @@ class Watch:
             return
         self._step, self._tell = step, tell
         own = (uuid4().hex, str(own_place().node), os.getpid())
-        self._ranks: list[tuple[str, str, int]] = every_rank(own, self._mesh)
+        self._ranks: list[tuple[str, str, int]] = every_rank(own, self._mesh.world)
         threading.Thread(target=self._look, daemon=True).start()
 
     def note(self, step: int, *, evaluates_next: bool = False) -> None:

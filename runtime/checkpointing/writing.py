@@ -29,7 +29,6 @@ from autopar.runtime.checkpointing.owners import (
     LocalTensors,
     Owned,
     Owners,
-    every_rank,
     named_tensors,
     on_first,
 )
@@ -43,6 +42,7 @@ from autopar.runtime.checkpointing.safetensors_file import (
 from autopar.runtime.checkpointing.states import local_parts, random_states, scalars
 from autopar.runtime.ranks.locations import MARK, Location, size_of
 from autopar.runtime.ranks.mesh import Mesh
+from autopar.runtime.ranks.transport import every_rank
 
 
 def exported_of(
@@ -59,7 +59,7 @@ def exported_of(
         if one.is_parameter or one.is_persistent
     ]
     found: dict[str, tuple[torch.dtype, set[str]]] = {}
-    for names, dtype in (one for rank in every_rank(here, mesh) for one in rank):
+    for names, dtype in (one for rank in every_rank(here, mesh.world) for one in rank):
         _, aliases = found.setdefault(names[0], (dtype, set()))
         aliases.update(names[1:])
     return {
@@ -188,7 +188,7 @@ def snapshot(
 
 def complete(written: CheckpointSnapshot, own: WrittenFile | str, mesh: Mesh) -> str | None:
     """Give a checkpoint its final name after all ranks have written, or return why it failed."""
-    ranks = every_rank(own, mesh)
+    ranks = every_rank(own, mesh.world)
     failures = [one for one in ranks if isinstance(one, str)]
     if failures:
         if mesh.rank == 0:
@@ -221,7 +221,9 @@ def _logical(owned: Iterable[Owned]) -> dict[str, Logical]:
             dtype=found[0].dtype,
             shape=found[0].shard.global_shape,
             shards=tuple(
-                StoredShard(file=rank_file(one.rank), entry=f"{key}@{number}", chunks=one.chunks)
+                StoredShard(
+                    file=rank_file(one.rank), entry=f"{key}@{number}", ranges=one.chunks.ranges
+                )
                 for number, one in enumerate(found)
             ),
         )
@@ -250,7 +252,7 @@ def _result_of_first(mesh: Mesh, act: Callable[[], _Made]) -> _Made | str:
             made = act()
         except OSError as error:
             made = said(error)
-    result: _Made | str = every_rank(made, mesh)[0]
+    result: _Made | str = every_rank(made, mesh.world)[0]
     return result
 
 

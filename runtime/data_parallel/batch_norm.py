@@ -26,7 +26,8 @@ def synchronise_batch_norms(module: nn.Module, axis: Axis) -> None:
         return
     for child in module.modules():
         if isinstance(child, _BatchNorm) and not isinstance(child, _Synchronised):
-            child.__class__ = _synchronised_class(class_with_forward(child))
+            kind = class_with_forward(child)
+            child.__class__ = type(f"Synchronised{kind.__name__}", (_Synchronised, kind), {})
             child.__dict__["axis"] = axis
 
 
@@ -121,10 +122,6 @@ class _Synchronised(_BatchNorm):
 
 
 _ALREADY = (_Synchronised, _Widened)
-
-
-def _synchronised_class(kind: type[nn.Module]) -> type[_Synchronised]:
-    return type(f"Synchronised{kind.__name__}", (_Synchronised, kind), {})
 
 
 class _Normalise(torch.autograd.Function):

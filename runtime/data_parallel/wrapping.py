@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeGuard
 
 import torch
@@ -100,8 +101,8 @@ def carried_marks(model: nn.Module) -> Iterator[None]:
     yield
     for module, originals in marked.items():
         if originals:
-            _carry(module, originals)
-            module.register_forward_pre_hook(_Carrying(originals))
+            _carry(originals, module)
+            module.register_forward_pre_hook(partial(_carry, originals))
 
 
 def _marked(module: nn.Module) -> dict[str, Tensor]:
@@ -109,17 +110,7 @@ def _marked(module: nn.Module) -> dict[str, Tensor]:
     return {name: one for name, one in parameters if one is not None and is_marked(one)}
 
 
-class _Carrying:
-    """A forward pre-hook that copies classes and attributes to gathered parameters."""
-
-    def __init__(self, originals: Mapping[str, Tensor]) -> None:
-        self._originals = originals
-
-    def __call__(self, module: nn.Module, _: Any) -> None:
-        _carry(module, self._originals)
-
-
-def _carry(module: nn.Module, originals: Mapping[str, Tensor]) -> None:
+def _carry(originals: Mapping[str, Tensor], module: nn.Module, _: Any = None) -> None:
     for name, original in originals.items():
         parameter = module._parameters.get(name)
         if parameter is not None and not getattr(parameter, _CARRIES, False):
@@ -152,13 +143,6 @@ def compute_in(
         return given, {name: _cast(arg, half) for name, arg in kwargs.items()}
 
     module.register_forward_pre_hook(cast_inputs, with_kwargs=True)
-
-
-def narrow_frozen(module: nn.Module, half: torch.dtype) -> None:
-    """Cast frozen parameters to 16 bits: no optimizer needs them in fp32."""
-    for parameter in module.parameters():
-        if not parameter.requires_grad:
-            parameter.data = _cast(parameter.data, half)
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
@@ -223,7 +207,8 @@ def wrap(
             "errors of earlier steps have an older loss scale: plan with --zero 1, or without them"
         )
     if sharding.shards_modules and (mesh.averaging.size > 1 or offload):
-        _make_contiguous(module)
+        for parameter in module.parameters():  # fully_shard takes no channels_last ones
+            parameter.data = parameter.data.contiguous()
         # Only layers whose outputs are written to must return no views. The planner has found
         # these, and the script calls `keep_apart` for them.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
@@ -237,14 +222,17 @@ def wrap(
         host = CPUOffloadPolicy(pin_memory=is_pinned) if offload else OffloadPolicy()
         with carried_marks(module):
             _shard(module, mesh, units, sharding, policy=policy, host=host)
-        if offload:
-            _start_on_host(module.parameters())
+        for parameter in module.parameters() if offload else ():
+            start_on_host(parameter)
         object.__setattr__(module, "gathers_once", sharding.gathers_once)
         return module
     if half is not None:
-        narrow_frozen(module, half)
-    if offload:
-        _start_on_host(one for one in module.parameters() if one.requires_grad)
+        for parameter in module.parameters():
+            if not parameter.requires_grad:  # no optimizer needs these in fp32
+                parameter.data = _cast(parameter.data, half)
+    for parameter in module.parameters() if offload else ():
+        if parameter.requires_grad:
+            start_on_host(parameter)
     if half is not None or mesh.averaging.size > 1 or offload:
         averaging = averaging_of(mesh, sharding, wire_dtype)
         link = HostLink(mesh.device) if offload else None
@@ -259,11 +247,6 @@ def wrap(
         )
         object.__setattr__(module, "gradient_buckets", buckets)
     return module
-
-
-def _start_on_host(parameters: Iterable[nn.Parameter]) -> None:
-    for parameter in parameters:
-        start_on_host(parameter)
 
 
 def buckets_of(module: nn.Module) -> GradientBuckets | None:
@@ -380,12 +363,6 @@ def _shared_parameters(module: nn.Module) -> set[int]:
     """Return the ids of parameters that have more than one name."""
     places = Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
     return {parameter for parameter, count in places.items() if count > 1}
-
-
-def _make_contiguous(module: nn.Module) -> None:
-    """Make parameters contiguous (channels_last ones too), as fully_shard requires."""
-    for parameter in module.parameters():
-        parameter.data = parameter.data.contiguous()
 
 
 def _widen(module: nn.Module) -> None:

@@ -31,15 +31,6 @@ from autopar.runtime.recompute.written_buffers import kept_buffers
 
 
 @contextmanager
-def evaluated(parts: Sequence[nn.Module], mesh: Mesh, seed: int) -> Iterator[None]:
-    """Run the code inside in evaluation mode, without autograd, and restore the model's state."""
-    with untouched(parts, mesh, seed):
-        for part in parts:
-            part.eval()
-        yield
-
-
-@contextmanager
 def computes_as_trained(parts: Sequence[nn.Module], mesh: Mesh, seed: int) -> Iterator[None]:
     """Make a model compute as in training, but without gradients and random numbers.
 
@@ -77,15 +68,8 @@ def untouched(parts: Sequence[nn.Module], mesh: Mesh, seed: int) -> Iterator[Non
         finally:
             for module, mode in modes:
                 module.training = mode
-            _reshard(parts)
-
-
-def _reshard(parts: Sequence[nn.Module]) -> None:
-    """Free gathered parameters: without a backward, fully_shard keeps some of them."""
-    for part in parts:
-        for module in part.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+                if isinstance(module, FSDPModule):  # without a backward, it stays gathered
+                    module.reshard()
 
 
 Losses: TypeAlias = Callable[[Iterable[Batch]], Iterator[Tensor]]  # of microbatches, in order
@@ -195,8 +179,11 @@ class Evaluation:
 
     @contextmanager
     def _untouched(self, rows: EvaluationRows, metrics: RowMetrics) -> Iterator[None]:
-        seed = rows.options.seed
-        with evaluated(self._parts, rows.mesh, seed), metrics.watching(self._parts):
+        """Run the code inside in evaluation mode, without autograd, and restore the state."""
+        parts, seed = self._parts, rows.options.seed
+        with untouched(parts, rows.mesh, seed), metrics.watching(parts):
+            for part in parts:
+                part.eval()
             yield
 
     def _mean(self, rows: EvaluationRows, metrics: RowMetrics) -> float:

@@ -26,7 +26,6 @@ from autopar.runtime.evaluation.evaluating import (
     weighed_alike,
 )
 from autopar.runtime.model.parts import in_float8
-from autopar.runtime.ranks.leaving import say
 from autopar.runtime.ranks.mesh import ALONE, Axis, Mesh
 from autopar.runtime.ranks.refusal import refuse
 from autopar.runtime.ranks.transport import summed
@@ -142,12 +141,11 @@ def check_first_step(
         _compare(float(script), float(plain), narrowest)
     failure = _NOTHING_COUNTS if plain.isnan() else found.failure
     if has_failed or failure:
-        _say(f"note: the first step is not checked: {failure}", mesh)
+        mesh.say(f"note: the first step is not checked: {failure}")
     else:
-        _say(
+        mesh.say(
             f"checked: the first loss is {float(plain):.6g} in plain PyTorch, too (the whole model "
-            f"was built in {found.build_seconds:.1f} s, its loss took {found.seconds:.2f} s)",
-            mesh,
+            f"was built in {found.build_seconds:.1f} s, its loss took {found.seconds:.2f} s)"
         )
     return chain([first], data)
 
@@ -202,8 +200,3 @@ def _built(reference: PlainModel, options: Namespace, mesh: Mesh) -> nn.Module:
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
     return model.to(mesh.device)
-
-
-def _say(text: str, mesh: Mesh) -> None:
-    if mesh.rank == 0:
-        say(text)

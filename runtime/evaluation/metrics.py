@@ -8,14 +8,13 @@ from contextlib import contextmanager
 from typing import Any, NoReturn, TypeAlias
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from autopar.runtime.data.batches import Batch
 from autopar.runtime.ranks.mesh import Mesh
 from autopar.runtime.ranks.refusal import refuse
-from autopar.runtime.ranks.transport import summed
+from autopar.runtime.ranks.transport import every_rank, summed
 from autopar.runtime.ranks.user_code import exit_on_error
 
 
@@ -148,8 +147,7 @@ class RowMetrics:
         """Return the names of the metrics; in a pipeline only the last stage knows them."""
         if self._measure is None or self._mesh.pipeline.size == 1:
             return [*self.sums]
-        known: list[Any] = [None] * self._mesh.pipeline.size
-        dist.all_gather_object(known, [*self.sums], group=self._mesh.pipeline.group)
+        known = every_rank([*self.sums], self._mesh.pipeline)
         return next((names for names in known if names), [])
 
 

@@ -204,7 +204,14 @@ def _use_pieces(
             "element by element (AdamW, SGD)"
         )
     if shards_states:
-        _step_shards(optimizer, trainable, _flat_shards(model_parts, mesh.device))
+        shards: list[FlatShard] = []
+        for part in model_parts:
+            buckets = buckets_of(part)
+            if buckets is None:
+                raise RuntimeError("wrap and build_optimizer were given different ZeRO levels")
+            buckets.attach(part)
+            shards += shard_parameters_flat(buckets, mesh.device)
+        _step_shards(optimizer, trainable, shards)
     else:
         _step_pieces(optimizer, trainable, local_pieces(trainable, masters))
         if compute_scales := float8_gathers(model_parts, mesh.shard):
@@ -238,19 +245,8 @@ def _is_offloaded(part: nn.Module) -> bool:
     return buckets is not None and buckets.link is not None
 
 
-def _flat_shards(model_parts: Sequence[nn.Module], device: torch.device) -> tuple[FlatShard, ...]:
-    shards: list[FlatShard] = []
-    for part in model_parts:
-        buckets = buckets_of(part)
-        if buckets is None:
-            raise RuntimeError("wrap and build_optimizer were given different ZeRO levels")
-        buckets.attach(part)
-        shards.extend(shard_parameters_flat(buckets, device))
-    return tuple(shards)
-
-
 def _step_shards(
-    optimizer: Optimizer, trainable: list[nn.Parameter], shards: tuple[FlatShard, ...]
+    optimizer: Optimizer, trainable: list[nn.Parameter], shards: Sequence[FlatShard]
 ) -> None:
     """Make the optimizer step this rank's parts, and fetch and all-gather them after each step."""
     _step_pieces(optimizer, trainable, [piece for shard in shards for piece in shard.pieces])

@@ -191,7 +191,10 @@ def clip_by_global_norm(
     """
     if not max_norm:
         return torch.zeros((), device=mesh.device)
-    axes = _axes_of_shares(model_parts, mesh)
+    # the axes whose ranks hold different gradients, the same on all ranks
+    is_sharded = mesh.shard.size > 1 and has_sharded_gradients(model_parts)
+    sharded = (mesh.shard,) if is_sharded else ()
+    axes = tuple(axis for axis in (mesh.tensor, *sharded, mesh.pipeline) if axis.size > 1)
     if not tied and _counts_everything(model_parts, mesh, axes):
         gradients = counted = gradient_memory(model_parts)
     else:
@@ -202,13 +205,6 @@ def clip_by_global_norm(
         for same in _by_dtype(gradients):
             torch._foreach_mul_(same, scale.to(same[0]))
     return norm
-
-
-def _axes_of_shares(model_parts: Sequence[nn.Module], mesh: Mesh) -> tuple[Axis, ...]:
-    """Return the axes whose ranks hold different gradients; all ranks return the same axes."""
-    is_sharded = mesh.shard.size > 1 and has_sharded_gradients(model_parts)
-    sharded = (mesh.shard,) if is_sharded else ()
-    return tuple(axis for axis in (mesh.tensor, *sharded, mesh.pipeline) if axis.size > 1)
 
 
 def _gradients(
@@ -298,10 +294,7 @@ class LossScale:
         """
         single: dict[str, Any] = {"device": self._mesh.device, "dtype": torch.float32}
         overflow, inverse = torch.zeros(1, **single), torch.full((1,), 1.0 / self.value, **single)
-        by_dtype: defaultdict[torch.dtype, list[Tensor]] = defaultdict(list)
-        for gradient in gradient_memory(model_parts):
-            by_dtype[gradient.dtype].append(gradient)
-        for gradients in by_dtype.values():
+        for gradients in _by_dtype(gradient_memory(model_parts)):
             found = overflow.to(gradients[0].device)
             factor = inverse.to(gradients[0].device)
             torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, factor)
@@ -309,21 +302,16 @@ class LossScale:
         if self._mesh.world.size > 1:
             dist.all_reduce(overflow, op=dist.ReduceOp.MAX, group=self._mesh.world.group)
         self.fits = self._mesh.is_dry_run or not bool(overflow)  # a dry run has no values
-        self._adapt()
-        return self.fits
-
-    def _adapt(self) -> None:
-        if self.fits:
-            self.calm_steps += 1
-            if self.calm_steps == self._steps_until_growth:
-                self.value *= 2.0
-                self.calm_steps = 0
-            return
-        self.value /= 2.0
-        self.calm_steps = 0
-        if self.value < LEAST:
-            refuse(
-                f"gradients overflow even with the loss scale {2 * self.value:g}: some activation "
-                "is beyond what fp16 holds (65,504), or the training diverges",
-                fix="train with --dtype float32, in bf16 (plan again), or with a lower --lr",
-            )
+        if not self.fits:
+            self.value, self.calm_steps = self.value / 2.0, 0
+            if self.value < LEAST:
+                refuse(
+                    f"gradients overflow even with the loss scale {2 * self.value:g}: some "
+                    "activation is beyond what fp16 holds (65,504), or the training diverges",
+                    fix="train with --dtype float32, in bf16 (plan again), or with a lower --lr",
+                )
+            return False
+        self.calm_steps += 1
+        if self.calm_steps == self._steps_until_growth:
+            self.value, self.calm_steps = self.value * 2.0, 0
+        return True

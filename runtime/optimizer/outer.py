@@ -8,19 +8,17 @@ from dataclasses import dataclass
 from itertools import groupby
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import SGD, Optimizer
 
 from autopar.runtime.optimizer.pieces import pieces_of, spread_values, value_of
 from autopar.runtime.ranks.mesh import Axis, Mesh
-from autopar.runtime.ranks.transport import ComingSum, HostLink, replicas_apart, summed
+from autopar.runtime.ranks.transport import ComingSum, HostLink, every_rank, replicas_apart, summed
 from autopar.runtime.tensor.shards import (
+    chunks_of,
     group_aliases,
     places,
-    recorded_chunks,
-    whole,
     whole_names,
 )
 
@@ -201,12 +199,10 @@ class OuterOptimizer:
             for first, *others in group_aliases(places(part)):
                 if first.tensor.requires_grad:
                     name = whole_names(part, [first, *others])[0]
-                    recorded = recorded_chunks(first.module, first.attribute)
-                    shape = (recorded or whole(tuple(first.tensor.shape))).global_shape
-                    names[id(first.tensor)], sizes[name] = name, math.prod(shape)
-        if mesh.pipeline.size > 1 and not mesh.is_dry_run:
-            known: list[dict[str, int]] = [{}] * mesh.pipeline.size
-            dist.all_gather_object(known, sizes, group=mesh.pipeline.group)
+                    names[id(first.tensor)] = name
+                    sizes[name] = math.prod(chunks_of(first).global_shape)
+        if not mesh.is_dry_run:
+            known = every_rank(sizes, mesh.pipeline)
             sizes = {name: size for one in known for name, size in one.items()}
         part_of, turns = parts_of_model(sizes, parts), [list[int]() for _ in range(parts)]
         pieces = pieces_of(self._optimizer)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -23,32 +23,6 @@ from autopar.runtime.ranks.transport import started_gather
 
 # attributes of an optimizer: its pieces, and the functions that copy their values to parameters
 _PIECES, _SPREADING = "stepped_pieces", "spreading"
-
-
-class ParameterPiece(Protocol):
-    """A tensor that the optimizer steps in place of a parameter: a shard, a slice, an fp32 copy."""
-
-    @property
-    def parameter(self) -> nn.Parameter:
-        """The parameter to which this piece belongs."""
-
-    @property
-    def target(self) -> nn.Parameter:
-        """The optimizer's tensor: a view of `place`, or an fp32 copy of it."""
-
-    @property
-    def place(self) -> Tensor:
-        """The part of the parameter's memory that belongs to this piece."""
-
-    @property
-    def is_far(self) -> bool:
-        """Whether the target lies in the host's memory, and `place` on the device."""
-
-    def take_gradient(self) -> None:
-        """Point the target's .grad to the gradient; it is copied only if dtypes differ."""
-
-    def slice(self, whole: Tensor) -> Tensor:
-        """Return this piece's part of a tensor with the parameter's shape."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -86,6 +60,35 @@ class LocalPiece:
     def slice(self, whole: Tensor) -> Tensor:
         """Return this piece's part of a tensor with the parameter's shape."""
         return local_tensor(whole)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class FlatPiece:
+    """The elements of one parameter in this rank's part of a bucket."""
+
+    parameter: nn.Parameter
+    target: nn.Parameter
+    place: Tensor
+    bucket: Bucket
+    span: Span
+
+    @property
+    def is_far(self) -> bool:
+        """Whether the target lies in the host's memory, and `place` on the device."""
+        return self.bucket.link is not None
+
+    def take_gradient(self) -> None:
+        """Point the target's .grad to this piece's part of the gradient."""
+        self.target.grad = self.bucket.reduced_part(self.span.place)
+
+    def slice(self, whole: Tensor) -> Tensor:
+        """Return this piece's part of a tensor with the parameter's shape."""
+        return whole.reshape(-1)[self.span.start : self.span.stop]
+
+
+# What an optimizer steps in place of a parameter. `place` is the part of the parameter's memory
+# that belongs to the piece; `target`, the optimizer's tensor, is a view of it or a copy.
+ParameterPiece: TypeAlias = LocalPiece | FlatPiece
 
 
 def is_copy(piece: ParameterPiece) -> bool:
@@ -154,30 +157,6 @@ def target_of(place: Tensor, held: Tensor) -> nn.Parameter:
 def local_tensor(tensor: Tensor) -> Tensor:
     """Return a tensor's local plain tensor."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class FlatPiece:
-    """The elements of one parameter in this rank's part of a bucket."""
-
-    parameter: nn.Parameter
-    target: nn.Parameter
-    place: Tensor
-    bucket: Bucket
-    span: Span
-
-    @property
-    def is_far(self) -> bool:
-        """Whether the target lies in the host's memory, and `place` on the device."""
-        return self.bucket.link is not None
-
-    def take_gradient(self) -> None:
-        """Point the target's .grad to this piece's part of the gradient."""
-        self.target.grad = self.bucket.reduced_part(self.span.place)
-
-    def slice(self, whole: Tensor) -> Tensor:
-        """Return this piece's part of a tensor with the parameter's shape."""
-        return whole.reshape(-1)[self.span.start : self.span.stop]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TypeVar
+from typing import TextIO, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -33,7 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from autopar.runtime.launchers import has_one_device
-from autopar.runtime.ranks.leaving import RUN_TOKEN, watch_for_leaving_ranks
+from autopar.runtime.ranks.leaving import RUN_TOKEN, say, watch_for_leaving_ranks
 from autopar.runtime.ranks.network import joining_nodes, store_of
 from autopar.runtime.ranks.refusal import known_place, refuse
 
@@ -141,6 +141,11 @@ class Mesh:
         With local steps they differ between two outer steps.
         """
         return not self.sync_every or step % self.sync_every == 0
+
+    def say(self, text: object, to: TextIO | None = None) -> None:
+        """Print a line on the first rank alone."""
+        if self.rank == 0:
+            say(text, to)
 
 
 def start(

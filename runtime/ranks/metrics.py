@@ -43,6 +43,14 @@ class Check:
     holds: Callable[[Any], bool]
 
 
+@dataclass(frozen=True, slots=True)
+class Named:
+    """Values that JSON has by their names; `words` say what they are."""
+
+    words: str
+    values: Mapping[str, Any]
+
+
 Count: TypeAlias = Annotated[int, Check("0 or more", lambda count: 0 <= count <= _LARGEST)]
 
 
@@ -63,7 +71,12 @@ def record(kind: type[_Record], value: Any, *, where: str = "") -> _Record:
 def _made(kind: Any, value: Any, where: str) -> Any:
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is Annotated:
-        made, check = _made(arguments[0], value, where), arguments[1]
+        check = arguments[1]
+        if isinstance(check, Named):
+            if not isinstance(value, str) or value not in check.values:
+                raise _not(check.words, value, where)
+            return check.values[value]
+        made = _made(arguments[0], value, where)
         if not check.holds(made):
             raise _not(check.words, value, where)
         return made

@@ -148,150 +148,133 @@ class StartingWeights:
     may_lack: tuple[str, ...] = ()  # patterns; * stands for any characters
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """An option of scripts.
+    """An option of scripts; `how` are arguments for argparse.
 
     Its default is the script's constant called `setting`. A script that lacks the constant called
     `needs` does not offer the option; its value is then `without`. A script without WORKERS has no
     dataset, one without EVAL_EVERY no evaluation; without BETAS, the model file has its own
-    optimizer.
+    optimizer. Of --steps and --epochs (`is_length`) only one may be given.
     """
 
-    name: str
-    how: Mapping[str, Any]  # arguments for argparse
-    setting: str = ""
-    needs: str = ""
-    without: Any = None
-    is_length: bool = False  # --steps or --epochs: only one may be given
-
-    @property
-    def key(self) -> str:
-        """The option's name among the parsed options."""
-        return self.name.removeprefix("--").replace("-", "_")
-
-
-def _option(
-    name: str,
-    text: str,
-    *,
-    setting: str = "",
-    needs: str = "",
-    without: Any = None,
-    is_length: bool = False,
-    **how: Any,
-) -> Option:
-    return Option(
-        name=name,
-        how={"help": text, **how},
-        setting=setting,
-        needs=needs,
-        without=without,
-        is_length=is_length,
-    )
+    def __init__(
+        self,
+        name: str,
+        text: str,
+        *,
+        setting: str = "",
+        needs: str = "",
+        without: Any = None,
+        is_length: bool = False,
+        **how: Any,
+    ) -> None:
+        self.name, self.how = name, {"help": text, **how}
+        self.key = name.removeprefix("--").replace("-", "_")  # among the parsed options
+        self.setting, self.needs, self.without = setting, needs, without
+        self.is_length = is_length
 
 
 OPTIONS = (
-    _option("--steps", "how many steps to train", setting="STEPS", type=STEPS, is_length=True),
-    _option(
+    Option("--steps", "how many steps to train", setting="STEPS", type=STEPS, is_length=True),
+    Option(
         "--epochs", "passes through the dataset, such as 3 or 0.5", type=times, metavar="N",
         needs="WORKERS", is_length=True,
     ),
-    _option(
+    Option(
         "--last-rows", "the last rows of an epoch, if too few for a step: joined with the next "
         "epoch, dropped, or a step of their own", choices=("run-on", "drop", "pad"),
         default="run-on",
         needs="WORKERS", without="run-on",
     ),
-    _option("--lr", "a learning rate in place of the optimizer's own", type=RATE),
-    _option(
+    Option("--lr", "a learning rate in place of the optimizer's own", type=RATE),
+    Option(
         "--betas", "the two betas of AdamW",
         setting="BETAS", needs="BETAS", type=share_below_one, nargs=2, metavar="BETA",
     ),
-    _option(
+    Option(
         "--weight-decay", "AdamW's weight decay, applied to matrices",
         setting="WEIGHT_DECAY", needs="WEIGHT_DECAY", type=DECAY,
     ),
-    _option(
+    Option(
         "--warmup-steps", "steps until the highest learning rate; at most a tenth of all steps",
         setting="WARMUP_STEPS", needs="WARMUP_STEPS", type=STEPS_OR_NEVER,
     ),
-    _option("--clip", "largest gradient norm", setting="CLIP_NORM", type=NORM),
-    _option("--seed", "seed of all random numbers", setting="SEED", type=SEED),
-    _option(
+    Option("--clip", "largest gradient norm", setting="CLIP_NORM", type=NORM),
+    Option("--seed", "seed of all random numbers", setting="SEED", type=SEED),
+    Option(
         "--data", "train on the dataset, or on example_batch in every step", needs="WORKERS",
         choices=("dataset", "synthetic"), default="dataset",
     ),
-    _option(
+    Option(
         "--workers", "processes that read rows ahead, for each rank, or auto", setting="WORKERS",
         needs="WORKERS", type=workers_here,
     ),
-    _option("--weights", "initial weights: a .safetensors file, or a folder", type=location),
-    _option(
+    Option("--weights", "initial weights: a .safetensors file, or a folder", type=location),
+    Option(
         "--allow-missing", "parameters that --weights may lack or have in another shape, such as "
         '"head.*": they keep the constructor\'s values', action="append", default=[],
         metavar="NAME",
     ),
-    _option(
+    Option(
         "--dtype", "dtype of the computation", setting="DTYPE",
         choices=(*_HALVES, "float32", "float64"),
     ),
-    _option(
+    Option(
         "--check-first-step", "compare the first loss with that of the whole model in plain "
         "PyTorch, on rank 0", setting="CHECK_FIRST_STEP", action=argparse.BooleanOptionalAction,
     ),
-    _option("--log-every", "steps between two log lines", setting="LOG_EVERY", type=STEPS),
-    _option("--json", "log each line as a JSON object", action="store_true"),
-    _option(
+    Option("--log-every", "steps between two log lines", setting="LOG_EVERY", type=STEPS),
+    Option("--json", "log each line as a JSON object", action="store_true"),
+    Option(
         "--metrics", "a file to which each log line is appended as a JSON object", type=local_file,
     ),
-    _option(
+    Option(
         "--tensorboard", "write curves for TensorBoard to this folder", type=local_folder,
         metavar="FOLDER",
     ),
-    _option("--profile-step", "profile this step on each rank", type=STEPS, metavar="STEP"),
-    _option(
+    Option("--profile-step", "profile this step on each rank", type=STEPS, metavar="STEP"),
+    Option(
         "--on-nan", "what to do if the loss, the gradient norm or a weight is nan or inf",
         choices=("stop", "go-on"), default="stop",
     ),
-    _option(
+    Option(
         "--timeout", "with several ranks: end the training after so many seconds without a step, "
         "three times as many for an evaluation or a checkpoint", type=SECONDS, default=600,
     ),
-    _option(
+    Option(
         "--eval-every", "steps between two evaluations", setting="EVAL_EVERY", needs="EVAL_EVERY",
         without=0, type=STEPS_OR_NEVER,
     ),
-    _option(
+    Option(
         "--early-stop", "end the training after so many evaluations without improvement",
         needs="EVAL_EVERY", type=STEPS,
     ),
-    _option(
+    Option(
         "--export", "trained weights: .safetensors, a folder, or none", setting="EXPORT",
         type=weights_or_none,
     ),
-    _option(
+    Option(
         "--export-best", "export the weights of the best evaluation, read from its checkpoint",
         needs="EVAL_EVERY", without=False, action="store_true",
     ),
-    _option(
+    Option(
         "--checkpoint", "the folder of checkpoints, or none", setting="CHECKPOINT",
         type=folder_or_none,
     ),
-    _option(
+    Option(
         "--checkpoint-every", "steps between two checkpoints", setting="CHECKPOINT_EVERY",
         type=STEPS,
     ),
-    _option(
+    Option(
         "--checkpoint-minutes", "write a checkpoint after so many minutes without one",
         type=MINUTES,
     ),
-    _option("--keep", "how many of the newest checkpoints to keep", setting="KEEP", type=COUNT),
-    _option(
+    Option("--keep", "how many of the newest checkpoints to keep", setting="KEEP", type=COUNT),
+    Option(
         "--keep-every", "also keep the checkpoints of every multiple of so many steps", type=STEPS,
         metavar="STEPS",
     ),
-    _option("--resume", "auto (the newest complete checkpoint), a folder step-N, or never"),
+    Option("--resume", "auto (the newest complete checkpoint), a folder step-N, or never"),
 )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ wait for each other.
 from __future__ import annotations
 
 import math
+import pickle
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -341,6 +342,16 @@ def replicas_apart(mesh: Mesh) -> Axis:
     groups = [[first + width * replica for replica in range(copies)] for first in firsts]
     group = _group_of_this_rank(groups, mesh.message_timeout, "mesh_replica")
     return replace(mesh.replica, group=group)
+
+
+def every_rank(value: Any, axis: Axis) -> list[Any]:
+    """Return the value of every rank of an axis, on all of them. Equal values become one object."""
+    if axis.size == 1:
+        return [value]
+    found: list[Any] = [None] * axis.size
+    dist.all_gather_object(found, pickle.dumps(value), group=axis.group)
+    read = {one: pickle.loads(one) for one in set(found)}
+    return [read[one] for one in found]
 
 
 def differing(numbers: Sequence[int], axis: Axis, mesh: Mesh) -> dict[int, int]:

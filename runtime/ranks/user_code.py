@@ -255,8 +255,8 @@ def warn_if_changed(model_file: ModuleType, names: Iterable[str], digest: str, m
     `names` are relative to the folder of the model file.
     """
     found = _changed(model_file, names, digest)
-    if found and mesh.rank == 0:
-        say(
+    if found:
+        mesh.say(
             f"note: {found[0]}: the script's plan and figures are for the old model file\n"
             "  fix: plan again with `autopar plan`"
         )
@@ -291,8 +291,8 @@ CPU_BY_FORMULA = "cpu by formula"  # a CPU that was not profiled when the plan w
 def note_device(planned: str, mesh: Mesh) -> None:
     """Print a note on the first rank if a script that was planned for GPUs runs on a CPU."""
     is_elsewhere = not planned.startswith("cpu") and mesh.device.type == "cpu"
-    if is_elsewhere and mesh.rank == 0 and not mesh.is_dry_run:
-        say(
+    if is_elsewhere and not mesh.is_dry_run:
+        mesh.say(
             f"note: the plan is for {planned}, and this is a CPU: losses will be as there, times "
             "and memory will not"
         )

@@ -86,32 +86,38 @@ def first_gradient(x: Tensor, axis: Axis) -> Tensor:
 
 def scatter_sum(x: Tensor, dim: int, axis: Axis, parts: Parts | None = None) -> Tensor:
     """P → S: sum the ranks' partial values, and keep this rank's slice."""
-    return _convert_along(x, dim, axis, _cut_whole(x, dim, axis, parts), _SCATTER_SUM)
+    shares = _cut_whole(x, dim, axis, parts)
+    return _convert_along(x, dim, axis, shares, sum_scatter_along, gather_along)
 
 
 def gather(x: Tensor, dim: int, axis: Axis, parts: Parts | None = None) -> Tensor:
     """S → R: concatenate the slices, for work that ranks share."""
-    return _convert_along(x, dim, axis, _cut_local(x, dim, axis, parts), _GATHER)
+    shares = _cut_local(x, dim, axis, parts)
+    return _convert_along(x, dim, axis, shares, gather_along, sum_scatter_along)
 
 
 def gather_whole(x: Tensor, dim: int, axis: Axis, parts: Parts | None = None) -> Tensor:
     """S → I: concatenate the slices, for the same work on every rank."""
-    return _convert_along(x, dim, axis, _cut_local(x, dim, axis, parts), _GATHER_WHOLE)
+    shares = _cut_local(x, dim, axis, parts)
+    return _convert_along(x, dim, axis, shares, gather_along, slice_along)
 
 
 def take_shard(x: Tensor, dim: int, axis: Axis, parts: Parts | None = None) -> Tensor:
     """I → S: keep this rank's slice of a whole value."""
-    return _convert_along(x, dim, axis, _cut_whole(x, dim, axis, parts), _TAKE_SHARD)
+    shares = _cut_whole(x, dim, axis, parts)
+    return _convert_along(x, dim, axis, shares, slice_along, gather_along)
 
 
 def take_own(x: Tensor, dim: int, axis: Axis, parts: Parts | None = None) -> Tensor:
     """R → S: keep this rank's slice; the gradient of the rest comes from other ranks."""
-    return _convert_along(x, dim, axis, _cut_whole(x, dim, axis, parts), _TAKE_OWN)
+    shares = _cut_whole(x, dim, axis, parts)
+    return _convert_along(x, dim, axis, shares, slice_along, pad_along)
 
 
 def place_own(x: Tensor, dim: int, axis: Axis, parts: Parts | None = None) -> Tensor:
     """S → P: put this rank's slice in its place among zeros."""
-    return _convert_along(x, dim, axis, _cut_local(x, dim, axis, parts), _PLACE_OWN)
+    shares = _cut_local(x, dim, axis, parts)
+    return _convert_along(x, dim, axis, shares, pad_along, slice_along)
 
 
 def exchange(
@@ -154,11 +160,11 @@ def _convert(x: Tensor, axis: Axis, forward: Whole, backward: Whole) -> Tensor:
 
 
 def _convert_along(
-    x: Tensor, dim: int, axis: Axis, shares: Cut, functions: tuple[Along, Along]
+    x: Tensor, dim: int, axis: Axis, shares: Cut, forward: Along, backward: Along
 ) -> Tensor:
     if axis.size == 1:
         return x
-    converted: Tensor = _ConvertAlong.apply(x, dim % x.ndim, shares, axis, *functions)  # type: ignore[no-untyped-call]
+    converted: Tensor = _ConvertAlong.apply(x, dim % x.ndim, shares, axis, forward, backward)  # type: ignore[no-untyped-call]
     return converted
 
 
@@ -193,14 +199,6 @@ def _unchanged(x: Tensor, _: Axis) -> Tensor:
 def _on_first(x: Tensor, axis: Axis) -> Tensor:
     """Return x on rank 0 and zeros elsewhere (not x · 0, which would turn inf into nan)."""
     return x.view_as(x) if axis.rank == 0 else torch.zeros_like(x)
-
-
-_SCATTER_SUM: tuple[Along, Along] = (sum_scatter_along, gather_along)
-_GATHER: tuple[Along, Along] = (gather_along, sum_scatter_along)
-_GATHER_WHOLE: tuple[Along, Along] = (gather_along, slice_along)
-_TAKE_SHARD: tuple[Along, Along] = (slice_along, gather_along)
-_TAKE_OWN: tuple[Along, Along] = (slice_along, pad_along)
-_PLACE_OWN: tuple[Along, Along] = (pad_along, slice_along)
 
 
 class _Convert(torch.autograd.Function):

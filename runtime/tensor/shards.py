@@ -101,7 +101,7 @@ class Chunks:
     @property
     def local_shape(self) -> tuple[int, ...]:
         """The shape of the shard."""
-        return tuple(sum(stop - start for start, stop in held) for held in self.ranges)
+        return shape_of(self.ranges)
 
     @property
     def elements(self) -> int:
@@ -112,6 +112,11 @@ class Chunks:
         """Return the chunks of a part of this shard; the box counts from the shard's start."""
         ranges = zip(self.ranges, box, strict=True)
         return Chunks(self.global_shape, tuple(within(held, *sides) for held, sides in ranges))
+
+
+def shape_of(ranges: Iterable[Ranges]) -> tuple[int, ...]:
+    """Return the shape of a shard with these ranges in each dim."""
+    return tuple(sum(stop - start for start, stop in held) for held in ranges)
 
 
 def whole(shape: tuple[int, ...]) -> Chunks:
@@ -132,14 +137,13 @@ def recorded_chunks(module: nn.Module, name: str) -> Chunks | None:
 
 def chunks_by_name(model: nn.Module) -> dict[str, Chunks]:
     """Return the chunks of every parameter and buffer on this rank, also after `fully_shard`."""
-    found = {}
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        for attribute, tensor in (*module._parameters.items(), *module._buffers.items()):
-            if tensor is not None:
-                chunks = recorded_chunks(module, attribute) or whole(tuple(tensor.shape))
-                name = f"{prefix}.{attribute}" if prefix else attribute
-                found[name] = with_rows(chunks, tensor)
-    return found
+    return {place.name: chunks_of(place) for place in places(model)}
+
+
+def chunks_of(place: TensorPlace) -> Chunks:
+    """Return the chunks of a tensor on this rank, also after `fully_shard`."""
+    recorded = recorded_chunks(place.module, place.attribute)
+    return with_rows(recorded or whole(tuple(place.tensor.shape)), place.tensor)
 
 
 def with_rows(chunks: Chunks, tensor: Tensor) -> Chunks:

@@ -160,20 +160,18 @@ class Recipe:
         splits: Mapping[str, Split],
         axis: Axis,
         device: torch.device,
-        dtype: torch.dtype | None = None,
     ) -> None:
         """Give values to tensors on meta: this rank's part, one tensor at a time.
 
         The model may be a part of the recorded model, with the same names, and may have been cut on
-        meta by shard_parameters and fully_shard. Floating-point parameters and buffers get `dtype`,
-        as with module.to(dtype).
+        meta by shard_parameters and fully_shard.
         """
         # checked against the whole model, of which this may be a stage
         check_names(splits, self.shapes)
         for group in group_aliases(places(model)):
             if group[0].tensor.device == META:
                 shape, source = self.whole_tensor(group[0])
-                fill(group, source, splits, axis, shape=shape, device=device, dtype=dtype)
+                fill(group, source, splits, axis, shape=shape, device=device)
             elif group[0].tensor.device.type != device.type and not starts_on_host(group[0].tensor):
                 # sparse or quantised, so never cut
                 put_everywhere(group, group[0].tensor.to(device))

@@ -49,7 +49,6 @@ def load_safetensors(
     axis: Axis,
     *,
     device: torch.device,
-    dtype: torch.dtype | None = None,
     may_lack: Sequence[str] = (),
     saved_form: Callable[[], SavedForm | None] = lambda: None,
 ) -> list[str]:
@@ -73,7 +72,7 @@ def load_safetensors(
                 continue
             try:
                 shape = tuple(one.source.get_shape())
-                fill(one.group, one.source, splits, axis, shape=shape, device=device, dtype=dtype)
+                fill(one.group, one.source, splits, axis, shape=shape, device=device)
             except ShapeError as error:
                 if one.is_spared:
                     left.append(one.name)
@@ -282,8 +281,7 @@ def load_weights(
         try:
             return recipe.saved_form()
         except UnsavableError as error:
-            if mesh.rank == 0:
-                say(f"note: {error}, so --weights has to have the names of the model")
+            mesh.say(f"note: {error}, so --weights has to have the names of the model")
             return None
 
     if weights is not None:

@@ -168,7 +168,6 @@ def fill(
     *,
     shape: tuple[int, ...],
     device: torch.device,
-    dtype: torch.dtype | None,
 ) -> None:
     """Replace a meta tensor, in all its places, by a real one with this rank's part of the source.
 
@@ -183,13 +182,12 @@ def fill(
     if chunks.global_shape != shape:
         raise ShapeError(f"{group[0].name} is {chunks.global_shape} here and {shape} in its source")
     mine = with_rows(chunks, old)
-    cast = dtype if dtype is not None and old.is_floating_point() else old.dtype
     there = torch.device("cpu") if starts_on_host(old) else device
     if isinstance(old, DTensor):  # not by from_local, which moves what starts on the host
-        sharded: Any = torch.empty_like(old, dtype=cast, device=there)
+        sharded: Any = torch.empty_like(old, device=there)
         fresh, own = sharded, sharded._local_tensor
     else:
-        own = fresh = torch.empty(mine.local_shape, dtype=cast, device=there)
+        own = fresh = torch.empty(mine.local_shape, dtype=old.dtype, device=there)
     if source is not None:
         own.copy_(read(source, mine.ranges))
     put(group, fresh, chunks)

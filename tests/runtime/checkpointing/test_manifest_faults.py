@@ -20,14 +20,13 @@ from autopar.runtime.checkpointing.manifest import (
     rank_file,
 )
 from autopar.runtime.checkpointing.safetensors_file import WrittenFile
-from autopar.runtime.tensor.shards import Chunks
 from autopar.runtime.tensor.slices import Ranges
 
 
 def manifest_of(shape: tuple[int, ...], shards: Sequence[tuple[Ranges, ...]]) -> Manifest:
     """Return the description of one tensor, each of whose shards is in the file of a rank."""
     stored = tuple(
-        StoredShard(file=rank_file(rank), entry="x", chunks=Chunks(shape, ranges))
+        StoredShard(file=rank_file(rank), entry="x", ranges=ranges)
         for rank, ranges in enumerate(shards)
     )
     return Manifest(

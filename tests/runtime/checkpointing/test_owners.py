@@ -33,7 +33,7 @@ CUTS = [
 
 def _part(tensor: torch.Tensor, chunks: Chunks) -> torch.Tensor:
     part = torch.zeros(chunks.local_shape, dtype=tensor.dtype)
-    for target, source in overlaps(chunks, whole(SHAPE)):
+    for target, source in overlaps(chunks.ranges, whole(SHAPE).ranges):
         part[target] = tensor[source]
     return part
 
@@ -46,7 +46,7 @@ def test_shards_of_one_cut_are_filled_from_those_of_another(
     for wanted in one:
         found = torch.full(wanted.local_shape, -1)
         for stored in other:
-            for target, source in overlaps(wanted, stored):
+            for target, source in overlaps(wanted.ranges, stored.ranges):
                 found[target] = _part(tensor, stored)[source]
         assert torch.equal(found, _part(tensor, wanted))
 

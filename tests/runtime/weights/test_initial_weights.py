@@ -105,8 +105,8 @@ def test_every_split_is_cut_from_the_same_weights(name: str) -> None:
         key: Split(0, ((tensor.shape[0], 1),)) for key, tensor in whole.items() if tensor.ndim == 2
     }
     for axis in (Axis(0, 3, None), Axis(2, 3, None)):
-        model, recipe = record(factory, seed=3)
-        recipe.materialise(model, splits, axis, CPU, torch.float64)
+        model, recipe = record(factory, seed=3, dtype=torch.float64)
+        recipe.materialise(model, splits, axis, CPU)
         for key, parameter in model.named_parameters(remove_duplicate=False):
             expected = local_part(whole[key], splits[key], axis) if key in splits else whole[key]
             assert torch.equal(parameter, expected.double()), key

@@ -44,8 +44,8 @@ def test_every_rank_reads_its_slices(tmp_path: Path, rank: int) -> None:
     weights, axis = _weights(), Axis(rank, 2, None)
     _save(tmp_path, weights)
     splits = {"fused.weight": FUSED, "fused.bias": FUSED, "head.weight": Split(1, ((2, 2),))}
-    model, recipe = record(_Model, seed=0)
-    load_safetensors(model, tmp_path, splits, axis, device=CPU, dtype=torch.float64)
+    model, recipe = record(_Model, seed=0, dtype=torch.float64)
+    load_safetensors(model, tmp_path, splits, axis, device=CPU)
     recipe.materialise(model, splits, axis, CPU)
     for name in ("fused.weight", "fused.bias"):
         expected = local_part(weights[name], FUSED, axis).double()
