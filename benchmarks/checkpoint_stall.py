@@ -23,12 +23,13 @@ from torch import nn
 from torch.optim import AdamW
 
 from autopar.runtime.checkpointing.manifest import Moment, rank_file
-from autopar.runtime.checkpointing.owners import every_rank
+from autopar.runtime.checkpointing.owners import Owners
 from autopar.runtime.checkpointing.restoring import CheckpointSaving, SavedCheckpoint
-from autopar.runtime.checkpointing.writing import Agreed, CheckpointSnapshot, snapshot
+from autopar.runtime.checkpointing.writing import CheckpointSnapshot, snapshot
 from autopar.runtime.data_parallel import wrap
 from autopar.runtime.optimizer import build_optimizer
 from autopar.runtime.ranks import start, stop
+from autopar.runtime.ranks.transport import every_rank
 
 ROWS = 64
 STEPS = 5  # before each checkpoint, while none is being written
@@ -55,12 +56,12 @@ def main() -> None:
 
     def taken(number: int) -> CheckpointSnapshot:
         moment = Moment(step=number, rows=0, updates=0)
-        found = snapshot(folder, moment, "", [model], optimizer, agreed)
+        found = snapshot(folder, moment, "", [model], optimizer, owners)
         assert isinstance(found, CheckpointSnapshot), found
         return found
 
     folder = Path(options.folder) / "checkpoint-stall"
-    agreed, saving, at_once, beside = Agreed(mesh), CheckpointSaving(mesh), [], []
+    owners, saving, at_once, beside = Owners(mesh), CheckpointSaving(mesh), [], []
     calm, busy = [], []
     for number in range(options.pairs):
         calm += [step() for _ in range(STEPS)]
@@ -69,11 +70,11 @@ def main() -> None:
         calm += [step() for _ in range(STEPS)]
         begun = time.perf_counter()
         saving.begin(taken(2 * number + 1), begun)
-        while any(every_rank(saving.is_writing, mesh)):
+        while any(every_rank(saving.is_writing, mesh.world)):
             busy.append(step())
         beside.append(_whole(saving.finish()))
     own = (folder / f"step-{2 * options.pairs - 1}" / rank_file(mesh.rank)).stat().st_size
-    sizes = every_rank(own, mesh)
+    sizes = every_rank(own, mesh.world)
     stop(mesh)
     if mesh.rank == 0:
         shutil.rmtree(folder)

@@ -197,7 +197,7 @@ def _local(
     A pod of Kubernetes has no variables for them. Each rank is then taken to be alone on its
     machine; but if the first rank listens on the loopback address, all share one machine.
     """
-    is_one_node = _is_loopback(variables.get("MASTER_ADDR", ""))
+    is_one_node = is_loopback(variables.get("MASTER_ADDR", ""))
     default_rank, default = (rank, world_size) if is_one_node else (0, 1)
     local_rank = _number(launcher.local_rank, variables, default=default_rank)
     if launcher.tasks_of_nodes in variables:
@@ -261,7 +261,8 @@ def _port(launcher: Launcher, variables: Mapping[str, str]) -> int:
     return _PORTS[zlib.crc32(" ".join(words).encode()) % len(_PORTS)]
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether a name or an address leads to this machine itself."""
     try:
         return ip_address(host).is_loopback
     except ValueError:

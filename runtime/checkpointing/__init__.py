@@ -1,8 +1,7 @@
 """Keeps the results of a training: the weights, and everything needed to resume it.
 
-Scripts import from here; the runtime's own files import from the modules.
+Scripts import from here what the modules list in `__all__`; the runtime's own files import from the
+modules.
 """
 
-from autopar.runtime.checkpointing.keeper import Keeper
-
-__all__ = ["Keeper"]
+from autopar.runtime.checkpointing.keeper import *

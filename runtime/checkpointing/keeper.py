@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -15,8 +15,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from autopar.runtime.checkpointing.claim import folder_of, opened
 from autopar.runtime.checkpointing.export import Exporting, export, exporting
 from autopar.runtime.checkpointing.finding import Checkpoint, remove_old_checkpoints
-from autopar.runtime.checkpointing.manifest import Moment
+from autopar.runtime.checkpointing.manifest import ExportedWeight, Moment
 from autopar.runtime.checkpointing.model_files import destination
+from autopar.runtime.checkpointing.owners import Owners
 from autopar.runtime.checkpointing.progress import (
     GO_ON,
     Planned,
@@ -37,7 +38,7 @@ from autopar.runtime.checkpointing.restoring import (
 from autopar.runtime.checkpointing.signals import PREEMPTED, Garbage, StepProfile, StopSignals
 from autopar.runtime.checkpointing.states import local_parts
 from autopar.runtime.checkpointing.watch import Watch
-from autopar.runtime.checkpointing.writing import Agreed, plan_digest, said, snapshot
+from autopar.runtime.checkpointing.writing import exported_of, plan_digest, said, snapshot
 from autopar.runtime.data.epochs import epochs_of
 from autopar.runtime.evaluation.evaluating import Evaluated, evaluates_after
 from autopar.runtime.optimizer.gradients import LossScale
@@ -52,6 +53,8 @@ from autopar.runtime.ranks.transport import every_rank
 from autopar.runtime.ranks.user_code import note_device
 from autopar.runtime.weights.initial_weights import Recipe
 from autopar.runtime.weights.loading import WeightsOrigin
+
+__all__ = ["Keeper"]  # for scripts
 
 
 class Keeper:
@@ -86,11 +89,12 @@ class Keeper:
         self.steps = self._last_step = self._steps_from(moment)
         self._loss_scale: LossScale | None = None
         self._parts: Sequence[nn.Module] = ()
-        self._optimizer: Optimizer | None = None
-        self._recipe: Recipe | None = None
+        self._optimizer: Optimizer  # this and the recipe are set by `restore`
+        self._recipe: Recipe
         self._rate: Any = None
         self._signals, self._stops, self._is_due = StopSignals(mesh), False, False
-        self._agreed, self._garbage = Agreed(mesh), Garbage()
+        self._owners, self._garbage = Owners(mesh), Garbage()
+        self._exported: Mapping[str, ExportedWeight] = {}
         self._saving, self._begun_at = CheckpointSaving(mesh), time.perf_counter()
         self._watch = Watch(mesh, options.timeout)
         curves = Curves(options.tensorboard, mesh, begun=self.step, beside=self._folder)
@@ -118,7 +122,7 @@ class Keeper:
         self._recipe = recipe
         self._exporting = exporting(self._place, recipe, self._mesh)
         if self._found is not None:
-            self._go_on(self._found, parts, optimizer, scheduler)
+            self._go_on(self._found, optimizer, scheduler)
         optimizer.register_step_pre_hook(self._note_rate)
         optimizer.register_step_post_hook(self._count)
         self._found = None
@@ -176,8 +180,11 @@ class Keeper:
         if self._folder is None:
             return
         is_last = step == self._last_step
+        minutes = self._options.checkpoint_minutes
+        seconds = time.perf_counter() - self._begun_at
+        are_minutes_over = minutes is not None and seconds > 60 * minutes
         answer = self._signals.ask(
-            step, is_writing=self._saving.is_writing, is_due=self._are_minutes_over()
+            step, is_writing=self._saving.is_writing, is_due=are_minutes_over
         )
         is_alike = is_last or self._mesh.is_alike(step)  # otherwise requests wait
         if answer.stops and not (self._stops or is_alike):
@@ -202,8 +209,6 @@ class Keeper:
         self._watch.end()
         self._garbage.end()
         self._signals.restore_handlers()
-        assert self._optimizer is not None
-        assert self._recipe is not None
         if self._exporting is not None and (broken := self._broken()) is not None:
             self._refuse_broken(self._last_step, broken)
             self._exporting = None
@@ -220,17 +225,12 @@ class Keeper:
             return
         assert best is not None
         assert self._folder is not None
-        assert self._optimizer is not None
         go_back(self._folder, best, self._parts, self._optimizer, self._mesh)
 
     def _go_on(
-        self,
-        found: Checkpoint,
-        parts: Sequence[nn.Module],
-        optimizer: Optimizer,
-        scheduler: LRScheduler | None,
+        self, found: Checkpoint, optimizer: Optimizer, scheduler: LRScheduler | None
     ) -> None:
-        moment, origin = found.manifest.moment, found.manifest.origin
+        moment, origin, parts = found.manifest.moment, found.manifest.origin, self._parts
         notes = restore(found, parts, optimizer), note_of_replicas(found, optimizer)
         for note in filter(None, notes):
             self._mesh.say(f"note: {note}")
@@ -239,7 +239,7 @@ class Keeper:
         if scheduler is not None:
             step_again(scheduler, moment.updates)
         self._evaluations.go_on(found.folder.parent, moment.step)
-        owned = self._agreed.owned(local_parts(parts, optimizer))
+        owned = self._owners.of(local_parts(parts, optimizer))
         if origin.plan == plan_digest(owned, self._mesh):
             restore_random_states(found, self._mesh)
         else:  # the plan has changed: seed anew, otherwise than at the start
@@ -254,8 +254,6 @@ class Keeper:
 
     def _write(self, folder: Location, step: int, *, at_once: bool) -> None:
         """Write a checkpoint: at once, or in the background."""
-        assert self._optimizer is not None
-        assert self._recipe is not None
         average_replicas(self._optimizer)
         self._stop_if_lost(folder, step)
         if (broken := self._broken()) is not None:
@@ -271,14 +269,15 @@ class Keeper:
             calm_steps=0 if scale is None else scale.calm_steps,
             evaluation=self._evaluations.loss_of(step),
         )
+        self._exported = self._exported or exported_of(self._parts, self._recipe.dtypes, self._mesh)
         taken = snapshot(
             folder,
             moment,
             self._model,
             self._parts,
             self._optimizer,
-            self._agreed,
-            built=self._recipe.dtypes,
+            self._owners,
+            exported=self._exported,
         )
         if isinstance(taken, str):
             self._tell_failure(step, taken)
@@ -286,10 +285,6 @@ class Keeper:
             self._tell_kept(self._saving.write_at_once(taken, begun))
         else:
             self._saving.begin(taken, begun)
-
-    def _are_minutes_over(self) -> bool:
-        minutes = self._options.checkpoint_minutes
-        return minutes is not None and time.perf_counter() - self._begun_at > 60 * minutes
 
     def _finish(self) -> None:
         """Wait for the checkpoint that is being written, if any, and put it in place."""

@@ -35,6 +35,7 @@ from autopar.runtime.checkpointing.owners import (
     SteppedPieces,
     named_tensors,
     overlaps,
+    parts_of,
 )
 from autopar.runtime.checkpointing.safetensors_file import HostRoom, WrittenFile
 from autopar.runtime.checkpointing.states import (
@@ -180,10 +181,7 @@ def _restore_weights(reader: Reader, parts: Sequence[nn.Module], optimizer: Opti
         reader.fill(key, one.chunks, local_tensor(tensor.detach()))
         for piece in stepped.pieces(tensor) or ():
             if is_copy(piece):
-                target = SteppedTensor(
-                    name=key, parameter=piece.target, chunks=one.chunks, piece=piece
-                )
-                for part in target.parts(key, value_of(piece)):
+                for part in parts_of(piece, key, one.chunks, value_of(piece)):
                     reader.fill(key, part.chunks, part.tensor)
 
 
@@ -344,7 +342,24 @@ class Evaluations:
         is_best = math.isfinite(found.loss) and (self._best is None or found.loss < self._best[1])
         self._since = 0 if is_best else self._since + 1
         self._best = self._last if is_best else self._best
-        self._tell(step, found, is_best=is_best)
+        data = {
+            "event": Event.EVALUATED,
+            "step": step,
+            "loss": found.loss,
+            "metrics": found.metrics,
+            "rows": found.rows,
+            "seconds": round(found.seconds, 3),
+            "is_best": is_best,
+        }
+        self._metrics.add(**data)
+        figures = (
+            f"step {step:>6}   evaluation loss {found.loss:.5f}",
+            *(f"{name} {value:.5g}" for name, value in found.metrics.items()),
+            f"{found.rows:,} rows   {found.seconds:,.1f} s",
+            *(["best"] if is_best else []),
+        )
+        line = json.dumps(data) if self._options.json else "   ".join(figures)
+        self._mesh.say(line, sys.stdout)
         if self.are_over:
             best = self.best_step
             self._metrics.add(event=Event.STOPPED_EARLY, step=step, best_step=best)
@@ -367,23 +382,3 @@ class Evaluations:
         """Whether --early-stop evaluations in a row brought no improvement."""
         most = self._options.early_stop
         return most is not None and self._since >= most
-
-    def _tell(self, step: int, found: Evaluated, *, is_best: bool) -> None:
-        data = {
-            "event": Event.EVALUATED,
-            "step": step,
-            "loss": found.loss,
-            "metrics": found.metrics,
-            "rows": found.rows,
-            "seconds": round(found.seconds, 3),
-            "is_best": is_best,
-        }
-        self._metrics.add(**data)
-        figures = (
-            f"step {step:>6}   evaluation loss {found.loss:.5f}",
-            *(f"{name} {value:.5g}" for name, value in found.metrics.items()),
-            f"{found.rows:,} rows   {found.seconds:,.1f} s",
-            *(["best"] if is_best else []),
-        )
-        line = json.dumps(data) if self._options.json else "   ".join(figures)
-        self._mesh.say(line, sys.stdout)

@@ -178,14 +178,16 @@ def restore_errors(reader: TensorReader, parts: Sequence[nn.Module]) -> str | No
     Under another number of ranks, each begins with an even share of the sum over all ranks, so that
     nothing is dropped.
     """
-    stored = {one.removeprefix(ERRORS).partition("/")[0] for one in reader.keys if is_error(one)}
+    stored = {
+        one.removeprefix(ERRORS).partition("/")[0] for one in reader.keys if one.startswith(ERRORS)
+    }
     before = len(stored - {MEAN})
     for bucket in (one for part in parts for one in _buckets(part)):
         _restore_bases(reader, bucket, parts)
     ranks = max((one.allocate_errors() for part in parts for one in _buckets(part)), default=0)
     if not (before and ranks):
         return "the errors of compressed gradients are dropped" if before else None
-    held = [one for one in errors_held(parts) if is_error(one.key)]
+    held = [one for one in errors_held(parts) if one.key.startswith(ERRORS)]
     has_mean = any(one.key.startswith(f"{ERRORS}{MEAN}/") for one in held)
     is_same = before == ranks and has_mean == (MEAN in stored)
     for part in held:
@@ -214,11 +216,6 @@ def _restore_bases(reader: TensorReader, bucket: Bucket, parts: Sequence[nn.Modu
         key = _basis_key(names[id(parameter)])
         if key in reader.keys:
             reader.fill(key, whole(tuple(basis.shape)), basis)
-
-
-def is_error(key: str) -> bool:
-    """Whether a logical tensor has errors of compressed gradients."""
-    return key.startswith(ERRORS)
 
 
 def _buckets(part: nn.Module) -> Sequence[Bucket]:

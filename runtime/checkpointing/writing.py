@@ -25,7 +25,6 @@ from autopar.runtime.checkpointing.manifest import (
     to_text,
 )
 from autopar.runtime.checkpointing.owners import (
-    LocalPart,
     LocalTensors,
     Owned,
     Owners,
@@ -110,27 +109,6 @@ class CheckpointSnapshot:
             return said(error)
 
 
-class Agreed:
-    """The ranks' agreement on who writes what, and on dtypes; later checkpoints reuse it."""
-
-    def __init__(self, mesh: Mesh) -> None:
-        self.mesh = mesh
-        self._owners = Owners(mesh)
-        self._exported: Mapping[str, ExportedWeight] | None = None
-
-    def owned(self, local_tensors: Iterable[LocalPart]) -> tuple[Owned, ...]:
-        """Return the shards that each rank writes."""
-        return self._owners.of(local_tensors)
-
-    def exported(
-        self, parts: Sequence[nn.Module], built: Mapping[str, torch.dtype]
-    ) -> Mapping[str, ExportedWeight]:
-        """Return the exported weights of the whole model."""
-        if self._exported is None:
-            self._exported = exported_of(parts, built, self.mesh)
-        return self._exported
-
-
 @torch.no_grad()
 def snapshot(
     folder: Location,
@@ -138,17 +116,17 @@ def snapshot(
     model: str,
     parts: Sequence[nn.Module],
     optimizer: Optimizer,
-    agreed: Agreed,
+    owners: Owners,
     *,
-    built: Mapping[str, torch.dtype] = MappingProxyType({}),
+    exported: Mapping[str, ExportedWeight] = MappingProxyType({}),
 ) -> CheckpointSnapshot | str:
     """Take a snapshot to write to a new folder, or return why that is impossible.
 
-    `built` are the dtypes that the constructor chose. An export from the checkpoint uses them.
+    `exported` describes the model that an export from the checkpoint writes.
     """
-    mesh = agreed.mesh
+    mesh = owners.mesh
     local_tensors = local_parts(parts, optimizer)
-    owned = agreed.owned(local_tensors)
+    owned = owners.of(local_tensors)
     place = step_folder(folder, moment.step)
     fresh = _result_of_first(mesh, lambda: begin(place))
     if isinstance(fresh, str):
@@ -174,7 +152,7 @@ def snapshot(
             for found in on_first(scalars(parts, optimizer), mesh)
             for key, one in found.items()
         },
-        exported=agreed.exported(parts, built),
+        exported=exported,
     )
     return CheckpointSnapshot(
         fresh=fresh,

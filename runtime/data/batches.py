@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, Sampler
+from torch.utils.data import DataLoader, IterableDataset
 
 from autopar.runtime.data.epochs import (
     Dealing,
@@ -24,8 +24,6 @@ from autopar.runtime.data.epochs import (
     LastRows,
     RowCounts,
     each_rank,
-    part_of_rows,
-    rows_of_rank,
     share_of,
 )
 from autopar.runtime.data.row_faults import RowColumn, agreed, check_same_length, columns_of
@@ -51,6 +49,8 @@ from autopar.runtime.ranks.randomness import (
 from autopar.runtime.ranks.refusal import refusals_of_workers, refuse
 from autopar.runtime.ranks.user_code import exit_on_error
 from autopar.runtime.tensor.slices import cut, gather_along
+
+__all__ = ["Batch", "Weighed", "read_dataset"]  # for scripts
 
 _END = object()
 Placed = tuple[tuple[int, int], Any]  # ((epoch, number of the row), the row)
@@ -145,30 +145,17 @@ Weighed: TypeAlias = tuple[Batch, Tensor]  # a microbatch and the weight of its 
 Example: TypeAlias = Callable[[int], Mapping[str, Any]]
 
 
-class RankRows(Sampler[list[RowPlace]]):
-    """The positions of this data rank's microbatches, reshuffled in each epoch.
+def shuffled(length: int, seed: int, skip: int) -> Iterator[RowPlace]:
+    """Yield the positions of all rows without end, in a new order in each epoch.
 
-    This rank reads only the slice `read` of each microbatch. The first `skip` rows are not read.
+    The first `skip` rows are left out.
     """
-
-    def __init__(
-        self, length: int, dealing: Dealing, epochs: Epochs, *, read: slice, seed: int, skip: int
-    ) -> None:
-        self.length, self.dealing, self.epochs = length, dealing, epochs
-        self.read, self.seed, self.skip = read, seed, skip
-
-    def __iter__(self) -> Iterator[list[RowPlace]]:
-        """Yield the positions of one microbatch after another, without end."""
-        for places in self.dealing.dealt(self._all_rows(), self.epochs, self.skip):
-            yield places[self.read]
-
-    def _all_rows(self) -> Iterator[RowPlace]:
-        first, begin = divmod(self.skip, self.length)
-        for epoch in count(first):
-            generator = torch.Generator().manual_seed(mixed_seed(self.seed, epoch))
-            order = torch.randperm(self.length, generator=generator).tolist()
-            yield from (RowPlace(epoch, index) for index in order[begin:])
-            begin = 0
+    first, begin = divmod(skip, length)
+    for epoch in count(first):
+        generator = torch.Generator().manual_seed(mixed_seed(seed, epoch))
+        order = torch.randperm(length, generator=generator).tolist()
+        yield from (RowPlace(epoch, index) for index in order[begin:])
+        begin = 0
 
 
 def read_dataset(new_dataset: Callable[[], Any], options: Namespace, mesh: Mesh) -> Any:
@@ -232,11 +219,10 @@ def dataset_batches(
     else:
         at_once = dealing.block if epochs.last is not LastRows.PAD else 0
         listed = listed_rows(dataset, example, collate, share, mesh, at_once=at_once, seed=seed)
+        dealt = dealing.dealt(shuffled(len(dataset), seed, skip), epochs, skip)
         loader = DataLoader(
             listed.rows,
-            batch_sampler=RankRows(
-                len(dataset), dealing, epochs, read=listed.read, seed=seed, skip=skip
-            ),
+            batch_sampler=(places[listed.read] for places in dealt),
             collate_fn=listed.batch_of,
             num_workers=workers,
             pin_memory=is_pinned,
@@ -268,7 +254,8 @@ def synthetic_batches(
     microbatches, microbatch = rows
     each = each_rank(microbatch, mesh.data)
     block = sum(each)
-    share = part_of_rows(rows_of_rank(each, mesh.data), share_of(each[mesh.data.rank], rows_over))
+    before, own_rows = sum(each[: mesh.data.rank]), share_of(each[mesh.data.rank], rows_over)
+    share = slice(before + own_rows.start, before + own_rows.stop)
     whole = example_of(example_batch, microbatches * block, seed)
     # contiguous, like the batches of a loader
     tensors = {key: value.contiguous() for key, value in whole.items()}

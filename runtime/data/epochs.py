@@ -262,17 +262,6 @@ def each_rank(rows: RowCounts, data: Axis) -> Sequence[int]:
     return [rows] * data.size if isinstance(rows, int) else rows
 
 
-def rows_of_rank(each: Sequence[int], data: Axis) -> slice:
-    """Return the slice of a block that belongs to this data rank."""
-    before = sum(each[: data.rank])
-    return slice(before, before + each[data.rank])
-
-
-def part_of_rows(rows: slice, share: slice) -> slice:
-    """Return a share of a slice of rows."""
-    return slice(rows.start + share.start, rows.start + share.stop)
-
-
 def share_of(rows: int, axis: Axis) -> slice:
     """Return the slice of `rows` rows that belongs to this rank of an axis."""
     return slice(*cut(((rows, 1),), axis.size).ranges[axis.rank][0])

@@ -31,6 +31,8 @@ from autopar.runtime.data_parallel.buckets import HALF_DTYPES
 from autopar.runtime.ranks.mesh import ALONE, Axis, Mesh
 from autopar.runtime.ranks.transport import gathered, summed
 
+__all__ = ["in_float32", "loss_in", "mean_loss", "read_batches", "scale_loss", "with_plain"]
+
 Found = TypeVar("Found")
 Counting: TypeAlias = Callable[[Mapping[str, Any]], Tensor]
 # (counts, number of parts that they come from) → the loss's divisor
@@ -107,10 +109,8 @@ def read_batches(
     data: Iterator[Weighed] = zip(
         read, weights_of(dealing.parts(epochs, skip), mesh.device), strict=False
     )
-    if targets is not None:
-        data = weighted(data, targets, mesh, microbatches=microbatches, divisor=divisor)
-    elif terms is not None:
-        data = weighted_terms(data, terms, mesh, microbatches=microbatches, divisor=divisor)
+    if (counting := targets or terms) is not None:
+        data = weighted(data, counting, mesh, microbatches=microbatches, divisor=divisor)
     elif sums_rows:
         data = summed_rows(data, mesh)
     moved = partial(to_device, mesh=mesh, dtype=options.dtype, channels_last=channels_last)
@@ -132,41 +132,12 @@ def weighted(
 
     The sum of a step's scaled losses, averaged over the data axis like gradients, is the mean over
     all of its valid targets: scale_m = divisor(count_m) · data_size / divisor(Σ counts of all
-    microbatches and ranks). `divisor` maps a count to the loss's divisor.
-    """
-    ahead = _counted_ahead(data, valid_targets, mesh, microbatches=microbatches, divisor=divisor)
-    return ((batch, share) for batch, _, share in ahead)
+    microbatches and ranks). `divisor` maps a count to the loss's divisor. A microbatch that only
+    repeats rows (weight 0) counts no targets.
 
-
-def weighted_terms(
-    data: Iterator[Weighed],
-    valid_targets: Counting,
-    mesh: Mesh,
-    *,
-    microbatches: int,
-    divisor: Divisor = as_counted,
-) -> Iterator[Weighed]:
-    """Yield a rank's microbatches with a weight for each of several means in a loss.
-
-    `valid_targets` counts the targets of each mean. The microbatch keeps its weight by rows, and
-    `loss_weights` are relative to it: the scale of each mean (see `weighted`) ÷ the weight by rows.
-    """
-    ahead = _counted_ahead(data, valid_targets, mesh, microbatches=microbatches, divisor=divisor)
-    for batch, by_rows, shares in ahead:
-        yield {**batch, "loss_weights": shares / by_rows.masked_fill(by_rows == 0, 1)}, by_rows
-
-
-def _counted_ahead(
-    data: Iterator[Weighed],
-    valid_targets: Counting,
-    mesh: Mesh,
-    *,
-    microbatches: int,
-    divisor: Divisor,
-) -> Iterator[tuple[Batch, Tensor, Tensor]]:
-    """Yield microbatches with their weights by rows and by counts.
-
-    A microbatch that only repeats rows (weight 0) counts no targets.
+    If a loss adds several means, `valid_targets` returns a count for each. The microbatch then
+    keeps its weight by rows, and its `loss_weights` are relative to it: the scale of each mean ÷
+    the weight by rows.
 
     Batches are read one step ahead, then two, then four. The counts of several steps are summed
     over ranks in one message. (One message per step took 0.3 ms on two gloo processes, and made all
@@ -183,10 +154,14 @@ def _counted_ahead(
         shares = _shares(counts, divisor, microbatches, mesh.data).unbind()
         steps = min(2 * steps, MOST_STEPS_AHEAD)
         coming: list[Weighed] = []
-        for used, (one, share) in enumerate(zip(read, shares, strict=True), start=1):
+        for used, ((batch, weight), share) in enumerate(zip(read, shares, strict=True), start=1):
             wanted = steps * microbatches * used // len(read)
             coming += islice(data, wanted - len(coming))
-            yield *one, share
+            if share.dim():
+                relative = share / weight.masked_fill(weight == 0, 1)
+                yield {**batch, "loss_weights": relative}, weight
+            else:
+                yield batch, share
         read = coming
 
 
@@ -220,8 +195,7 @@ def _shares(counts: Tensor, divisor: Divisor, microbatches: int, axis: Axis) -> 
     """Return divisor(count) · ranks ÷ divisor(Σ counts of the step) for each microbatch."""
     by_step = counts.double().view(-1, microbatches, *counts.shape[1:])
     own = by_step.sum(1, keepdim=True)
-    whole = own if axis.size == 1 else summed(own, axis)
-    total = divisor(whole, microbatches * axis.size)
+    total = divisor(summed(own, axis), microbatches * axis.size)
     # counts may be fractional weights, so a total below 1 is valid
     total = total.masked_fill(total == 0, 1)
     return (divisor(by_step, 1) * axis.size / total).flatten(0, 1)
@@ -294,9 +268,7 @@ def mean_loss(own: Tensor, mesh: Mesh) -> float:
 
     The sum is zero except on the last pipeline stage, and equal on the ranks of the tensor axis.
     """
-    total = own.detach().double().reshape(1)
-    if mesh.world.size > 1:
-        total = summed(total, mesh.world)
+    total = summed(own.detach().double().reshape(1), mesh.world)
     return float(total) / (mesh.data.size * mesh.tensor.size)
 
 

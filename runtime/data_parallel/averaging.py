@@ -164,7 +164,28 @@ class Compressor:
         between copies are compressed: these cross nodes.
         """
         del views
-        return _summed_as_int8(flat, averaging, feedback)
+        shard, replica = averaging.shard, averaging.replica
+        part = flat.view(shard.size, -1)[shard.rank]
+        if replica.size == 1:
+            coming = _Exchanged(feedback.rounded(flat), shard)
+            yield part
+            part.copy_(coming.summed(part.dtype))
+            yield part
+            return
+        summed = ComingPart(flat, shard)
+        if shard.size > 1:
+            yield part
+        coming = _Exchanged(feedback.rounded(summed.value()), replica)
+        yield part
+        message = feedback.rounded(coming.summed(part.dtype), is_mean=True)
+        every = message.new_empty((replica.size, *message.shape))
+        every[replica.rank] = message
+        work = started_gather(every.view(-1), replica)
+        yield part
+        if work is not None:
+            work.wait()
+        part.copy_(unpacked(every.flatten(0, 1), part.dtype))
+        yield part
 
     def first_bases(self, parameters: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]:
         """Return the matrices with which PowerSGD begins; int8 has none."""
@@ -322,31 +343,6 @@ class ComingCompressed:
         if self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
         return self._part
-
-
-def _summed_as_int8(flat: Tensor, averaging: Averaging, feedback: Feedback) -> Iterator[Tensor]:
-    shard, replica = averaging.shard, averaging.replica
-    part = flat.view(shard.size, -1)[shard.rank]
-    if replica.size == 1:
-        coming = _Exchanged(feedback.rounded(flat), shard)
-        yield part
-        part.copy_(coming.summed(part.dtype))
-        yield part
-        return
-    summed = ComingPart(flat, shard)
-    if shard.size > 1:
-        yield part
-    coming = _Exchanged(feedback.rounded(summed.value()), replica)
-    yield part
-    message = feedback.rounded(coming.summed(part.dtype), is_mean=True)
-    every = message.new_empty((replica.size, *message.shape))
-    every[replica.rank] = message
-    work = started_gather(every.view(-1), replica)
-    yield part
-    if work is not None:
-        work.wait()
-    part.copy_(unpacked(every.flatten(0, 1), part.dtype))
-    yield part
 
 
 class _Exchanged:

@@ -324,21 +324,13 @@ class Bucket:
             self._earlier = own_part(self.buffer, self.shard).clone()
 
 
-def buckets_of_size(
-    parameters: Sequence[nn.Parameter],
-    bucket_bytes: int,
-    averaging: Averaging,
-    link: HostLink | None = None,
-    compressor: Compressor | None = None,
-) -> Iterator[Bucket]:
-    """Split the parameters into buckets of one dtype.
+def runs_of_size(
+    parameters: Sequence[nn.Parameter], bucket_bytes: int
+) -> Iterator[tuple[nn.Parameter, ...]]:
+    """Split parameters into runs of one dtype, one for each bucket.
 
     A bucket has at most `bucket_bytes`, unless it holds a single parameter.
     """
-
-    def made(chosen: tuple[nn.Parameter, ...]) -> Bucket:
-        return Bucket(parameters=chosen, averaging=averaging, link=link, compressor=compressor)
-
     run: list[nn.Parameter] = []
     run_bytes = 0
     limit = min(bucket_bytes, FIRST_BUCKET_BYTES)
@@ -346,13 +338,13 @@ def buckets_of_size(
         size = parameter.numel() * gradient_dtype(parameter).itemsize
         same = not run or _dtypes(run[0]) == _dtypes(parameter)
         if run and (not same or run_bytes + size > limit):
-            yield made(tuple(run))
+            yield tuple(run)
             limit = bucket_bytes
             run, run_bytes = [], 0
         run.append(parameter)
         run_bytes += size
     if run:
-        yield made(tuple(run))
+        yield tuple(run)
 
 
 def own_part(flat: Tensor, shard: Axis) -> Tensor:

@@ -11,7 +11,7 @@ from autopar.runtime.data_parallel.averaging import Averaging, Compressor
 from autopar.runtime.data_parallel.buckets import (
     HALF_DTYPES,
     Bucket,
-    buckets_of_size,
+    runs_of_size,
 )
 from autopar.runtime.ranks.transport import HostLink
 from autopar.runtime.tensor.shards import is_listed
@@ -75,11 +75,9 @@ class GradientBuckets:
         # first bucket is full early.
         order = {id(parameter): n for n, parameter in enumerate(reversed(self.trainable.values()))}
         buckets = (
-            bucket
+            Bucket(parameters=run, averaging=self.averaging, link=self.link, compressor=compressor)
             for group, compressor in self._groups()
-            for bucket in buckets_of_size(
-                group[::-1], self._bucket_bytes, self.averaging, self.link, compressor
-            )
+            for run in runs_of_size(group[::-1], self._bucket_bytes)
         )
         self.buckets = tuple(sorted(buckets, key=lambda one: order[id(one.parameters[-1])]))
         for bucket in self.buckets:
@@ -138,19 +136,14 @@ class GradientBuckets:
                 bucket.adopt((place,))
                 return
             bucket.missing -= 1
-            if not self._finish_is_queued:
-                self._queue_finish()
+            if self.finishes_with_backward and not self._finish_is_queued:
+                self._finish_is_queued = True
+                engine = torch.autograd.Variable._execution_engine
+                engine.queue_callback(self.finish)
             if bucket.missing == 0:
                 self._launch_what_is_complete()
 
         bucket.parameters[place].register_post_accumulate_grad_hook(gradient_is_here)  # type: ignore[no-untyped-call]
-
-    def _queue_finish(self) -> None:
-        """Make autograd finish the reduction at the end of this backward."""
-        if self.finishes_with_backward:
-            self._finish_is_queued = True
-            engine = torch.autograd.Variable._execution_engine
-            engine.queue_callback(self.finish)
 
     def _launch_what_is_complete(self) -> None:
         """Start reductions of complete buckets, in the same order on all ranks."""

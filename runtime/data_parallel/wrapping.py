@@ -50,6 +50,8 @@ from autopar.runtime.tensor.shards import (
     tied_names,
 )
 
+__all__ = ["set_last", "wrap"]  # for scripts
+
 BUCKET_BYTES = 25 * 2**20  # DDP's default
 
 

@@ -29,6 +29,17 @@ from autopar.runtime.ranks.randomness import (
 )
 from autopar.runtime.recompute.written_buffers import kept_buffers
 
+__all__ = ["Evaluation", "one_by_one", "with_gradients"]  # for scripts
+
+
+@contextmanager
+def evaluated(parts: Sequence[nn.Module], mesh: Mesh, seed: int) -> Iterator[None]:
+    """Run the code inside in evaluation mode, without autograd, and restore the model's state."""
+    with untouched(parts, mesh, seed):
+        for part in parts:
+            part.eval()
+        yield
+
 
 @contextmanager
 def computes_as_trained(parts: Sequence[nn.Module], mesh: Mesh, seed: int) -> Iterator[None]:
@@ -179,11 +190,8 @@ class Evaluation:
 
     @contextmanager
     def _untouched(self, rows: EvaluationRows, metrics: RowMetrics) -> Iterator[None]:
-        """Run the code inside in evaluation mode, without autograd, and restore the state."""
-        parts, seed = self._parts, rows.options.seed
-        with untouched(parts, rows.mesh, seed), metrics.watching(parts):
-            for part in parts:
-                part.eval()
+        seed = rows.options.seed
+        with evaluated(self._parts, rows.mesh, seed), metrics.watching(self._parts):
             yield
 
     def _mean(self, rows: EvaluationRows, metrics: RowMetrics) -> float:

@@ -33,6 +33,8 @@ from autopar.runtime.weights.loading import load_safetensors
 from autopar.runtime.weights.plain_model import plain_model
 from autopar.runtime.weights.stored_tensors import in_float64
 
+__all__ = ["PlainModel", "check_first_step"]  # for scripts
+
 # The largest difference allowed between a loss and that of plain PyTorch: relative to the loss, or
 # absolute if that is below 1. Both use the same weights and no random numbers; they differ by the
 # order of sums and by roundings. In fp32, sums of thousands of terms over tens of layers make some
@@ -133,9 +135,7 @@ def check_first_step(
         torch.tensor(float(bool(found.failure)), dtype=torch.float64, device=ours.device),
         torch.tensor(float(bool(in_float8(parts))), dtype=torch.float64, device=ours.device),
     ]
-    every = torch.stack(told)
-    sums = summed(every, mesh.world) if mesh.world.size > 1 else every
-    script, plain, has_failed, has_float8 = sums
+    script, plain, has_failed, has_float8 = summed(torch.stack(told), mesh.world)
     if not has_failed:
         narrowest = torch.float8_e4m3fn if has_float8 else options.dtype
         _compare(float(script), float(plain), narrowest)

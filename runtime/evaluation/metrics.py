@@ -17,6 +17,8 @@ from autopar.runtime.ranks.refusal import refuse
 from autopar.runtime.ranks.transport import every_rank, summed
 from autopar.runtime.ranks.user_code import exit_on_error
 
+__all__ = ["Absent", "Outputs", "named_outputs"]  # for scripts
+
 
 def once(found: Tensor, times: int) -> Tensor:
     """Count repeated rows once: return their sums divided by `times`; 0 if `times` is 0."""
@@ -25,8 +27,7 @@ def once(found: Tensor, times: int) -> Tensor:
 
 def over_ranks(own: Tensor, mesh: Mesh) -> Tensor:
     """Return the sum over data ranks of a tensor that is equal along the other axes."""
-    every = summed(own, mesh.world) if mesh.world.size > 1 else own
-    return every / (mesh.tensor.size * mesh.pipeline.size)
+    return summed(own, mesh.world) / (mesh.tensor.size * mesh.pipeline.size)
 
 
 class Outputs(dict[str, Any]):

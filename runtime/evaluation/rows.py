@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import islice, zip_longest
 from typing import Any, TypeVar
 
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader
 
 from autopar.runtime.data.batches import (
     Batch,
@@ -39,6 +39,8 @@ from autopar.runtime.ranks.mesh import ALONE, Axis, Mesh
 from autopar.runtime.ranks.randomness import seeded
 from autopar.runtime.ranks.refusal import refusals_of_workers, refuse
 from autopar.runtime.ranks.user_code import exit_on_error
+
+__all__ = ["read_evaluation"]  # for scripts
 
 Row = TypeVar("Row")
 
@@ -187,9 +189,11 @@ class EvaluationRows:
         """Yield this rank's (microbatch, times); see `Dealer.deal`."""
         mesh = self.mesh
         sharers = (mesh.pipeline,) if self.rows_over.size > 1 else (mesh.tensor, mesh.pipeline)
+        dealt = self.dealer.deal(range(len(self.listed.rows)))
+        places = ([RowPlace(0, n) for n in numbers[self.listed.read]] for numbers, _ in dealt)
         loader = DataLoader(
             self.listed.rows,
-            batch_sampler=_Places(self),
+            batch_sampler=places,
             collate_fn=self.listed.batch_of,
             num_workers=self.options.workers,
             pin_memory=mesh.device.type == "cuda",
@@ -209,15 +213,3 @@ class EvaluationRows:
         """Return a microbatch with all rows, also for keys of which each rank keeps a share."""
         own = {key: batch[key] for key in self.own}
         return {**batch, **gathered_rows(own, (), self.rows_over, rows=self.dealer.size)}
-
-
-class _Places(Sampler[list[RowPlace]]):
-    """The positions of this rank's rows, in the dataset's order."""
-
-    def __init__(self, of: EvaluationRows) -> None:
-        self.of = of
-
-    def __iter__(self) -> Iterator[list[RowPlace]]:
-        listed = self.of.listed
-        for numbers, _ in self.of.dealer.deal(range(len(listed.rows))):
-            yield [RowPlace(0, number) for number in numbers[listed.read]]

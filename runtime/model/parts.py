@@ -33,6 +33,19 @@ from autopar.runtime.tensor.shards import (
 )
 from autopar.runtime.tensor.slices import begin_anew, begins_anew
 
+__all__ = [
+    "ROWS",
+    "Crossing",
+    "StagePart",
+    "compile_layers",
+    "freeze",
+    "keep_apart",
+    "shard_parameters",
+    "submodules",
+    "use_classes",
+    "use_float8",
+]
+
 OUTERMOST = "_autopar_recomputes"  # marks modules whose own forward wraps the class's
 
 

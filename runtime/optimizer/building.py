@@ -23,12 +23,12 @@ from autopar.runtime.launchers import usable_cores
 from autopar.runtime.optimizer.pieces import (
     FlatShard,
     ParameterPiece,
+    flat_shard,
     forget_gradients,
     gather_parameters,
     is_copy,
     local_pieces,
     note_pieces,
-    shard_parameters_flat,
     spread_after_steps,
     state_of,
 )
@@ -44,6 +44,8 @@ from autopar.runtime.ranks.user_code import (
     said_of,
 )
 from autopar.runtime.tensor.shards import made_like, starts_on_host
+
+__all__ = ["adamw", "build_optimizer", "build_scheduler", "warmup_cosine"]  # for scripts
 
 OptimizerFactory: TypeAlias = Callable[[Any], Optimizer]
 
@@ -171,8 +173,9 @@ def build_optimizer(
     optimizer = made_optimizer(factory, model_parts, stepped)
     check_same_optimizer(optimizer, mesh)
     _prefer_fused(optimizer)
-    if offloads(model_parts):
-        _use_cores(mesh)
+    if offloads(model_parts) and mesh.device.type == "cuda":
+        # the step on the CPU uses this rank's share of the cores; torchrun leaves it one thread
+        torch.set_num_threads(max(1, usable_cores() // known_place().local_world_size))
     _use_pieces(optimizer, trainable, model_parts, zero=zero, mesh=mesh)
     optimizer.register_step_pre_hook(_lay_gradients_like_parameters)
     if lr is not None:
@@ -210,7 +213,7 @@ def _use_pieces(
             if buckets is None:
                 raise RuntimeError("wrap and build_optimizer were given different ZeRO levels")
             buckets.attach(part)
-            shards += shard_parameters_flat(buckets, mesh.device)
+            shards += [flat_shard(one, buckets.half, mesh.device) for one in buckets.buckets]
         _step_shards(optimizer, trainable, shards)
     else:
         _step_pieces(optimizer, trainable, local_pieces(trainable, masters))
@@ -232,12 +235,6 @@ def _narrowed(model_parts: Sequence[nn.Module]) -> dict[int, Tensor]:
 def offloads(model_parts: Sequence[nn.Module]) -> bool:
     """Whether the optimizer steps in the host's memory."""
     return any(starts_on_host(one) for part in model_parts for one in part.parameters())
-
-
-def _use_cores(mesh: Mesh) -> None:
-    """Let the CPU's step use this rank's share of the cores; torchrun leaves a rank one thread."""
-    if mesh.device.type == "cuda":
-        torch.set_num_threads(max(1, usable_cores() // known_place().local_world_size))
 
 
 def _is_offloaded(part: nn.Module) -> bool:

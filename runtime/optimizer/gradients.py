@@ -19,6 +19,8 @@ from autopar.runtime.ranks.refusal import refuse
 from autopar.runtime.ranks.transport import ComingSum, summed
 from autopar.runtime.tensor.shards import is_listed
 
+__all__ = ["LossScale", "clip_by_global_norm", "sum_replicated"]  # for scripts
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalGradient:

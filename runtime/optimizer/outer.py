@@ -22,6 +22,8 @@ from autopar.runtime.tensor.shards import (
     whole_names,
 )
 
+__all__ = ["OuterOptimizer"]  # for scripts
+
 MOMENTUM = "outer_momentum"  # the key of the state in checkpoints
 _BUCKET_BYTES = 25 * 2**20  # sent at once
 _OUTER = "outer_optimizer"  # the attribute of an inner optimizer that holds its outer one

@@ -18,7 +18,6 @@ from autopar.runtime.data_parallel.buckets import (
     gradient_dtype,
     own_part,
 )
-from autopar.runtime.data_parallel.gradient_buckets import GradientBuckets
 from autopar.runtime.ranks.transport import started_gather
 
 # attributes of an optimizer: its pieces, and the functions that copy their values to parameters
@@ -183,15 +182,6 @@ class FlatShard:
         own_part(self.buffer, self.bucket.shard).copy_(sent, non_blocking=True)
 
 
-def shard_parameters_flat(buckets: GradientBuckets, device: torch.device) -> tuple[FlatShard, ...]:
-    """Move the parameters of every bucket into a flat buffer, cut like their gradients.
-
-    Cuts may go through parameters, so that all ranks have equally many optimizer states. The result
-    is unchanged if the optimizer works element by element.
-    """
-    return tuple(_flat_shard(bucket, buckets.half, device) for bucket in buckets.buckets)
-
-
 def gather_parameters(shards: Iterable[FlatShard]) -> None:
     """All-gather the new values of every rank's part."""
     cut = [shard for shard in shards if shard.bucket.shard.size > 1]
@@ -206,8 +196,13 @@ def forget_gradients(shards: Iterable[FlatShard]) -> None:
         shard.bucket.forget()
 
 
-def _flat_shard(bucket: Bucket, half: torch.dtype | None, device: torch.device) -> FlatShard:
-    """Flatten the parameters of a bucket into one buffer, in `half` if that is given."""
+def flat_shard(bucket: Bucket, half: torch.dtype | None, device: torch.device) -> FlatShard:
+    """Move the parameters of a bucket into one flat buffer, in `half` if that is given.
+
+    The buffer is cut like the gradients. Cuts may go through parameters, so that all ranks have
+    equally many optimizer states. The result is unchanged if the optimizer works element by
+    element.
+    """
     first = bucket.parameters[0]
     buffer = torch.zeros(bucket.elements, dtype=half or first.dtype, device=device)
     spans = {span.place: span for span in bucket.spans}

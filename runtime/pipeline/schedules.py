@@ -7,6 +7,7 @@ microbatch went through all stages before the next began, all ranks but one woul
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -33,17 +34,10 @@ from autopar.runtime.pipeline.stage import Shapes, Stage, Tie, TiedWeights
 from autopar.runtime.ranks.mesh import Mesh
 from autopar.runtime.ranks.transport import Pairs, neighbour_groups
 
+__all__ = ["Pipeline", "build_schedule", "stage_at", "stage_indices"]  # for scripts
+
 Batch = Mapping[str, Any]
 _TOGETHER = 8  # microbatches that are read at once, per rank
-
-
-def losses_through(stages: Sequence[Stage], batches: Iterable[Batch]) -> Iterator[Tensor]:
-    """Yield the loss of each microbatch on the last stage's rank, and zeros on other ranks."""
-    first, left = stages[0], iter(batches)
-    ranks = tuple(first.stage_index_to_group_rank[n] for n in range(first.num_stages))
-    while some := list(islice(left, _TOGETHER * first.group_size)):
-        actions = orders(ranks, len(some))[first.group_rank]
-        yield from _MicrobatchesUnderWay(stages, some).losses(actions)
 
 
 class ForwardKind(Enum):
@@ -222,7 +216,8 @@ def stage_at(
         rows = len(next(iter(batch.values())))
         return shapes_of(batch, rows) if has_lengths else of_rows(rows)
 
-    unknown = _Unknown()
+    # in place of a batch: all of its sizes are 1
+    unknown = defaultdict[str, Tensor](partial(torch.empty, (1,) * 9, device="meta"))
     return Stage(
         module,
         mesh,
@@ -238,19 +233,6 @@ def _follows_rows(part: StagePart) -> bool:
     """Whether the rows of a microbatch determine the shapes that a stage sends."""
     gives = () if callable(part.gives) else part.gives
     return any(isinstance(size, Rows) for one in gives for size in one.shape)
-
-
-class _Unknown(Mapping[str, Tensor]):
-    """A stand-in for a batch whose sizes are unknown; all of them are 1."""
-
-    def __getitem__(self, key: str) -> Tensor:
-        return torch.empty((1,) * 9, device="meta")
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(())
-
-    def __len__(self) -> int:
-        return 0
 
 
 def build_schedule(
@@ -337,7 +319,11 @@ class Pipeline:
 
     def losses_of(self, batches: Iterable[Mapping[str, Any]]) -> Iterator[Tensor]:
         """Yield the losses of evaluated microbatches; zeros on ranks without the last stage."""
-        return losses_through(self.stages, batches)
+        first, left = self.stages[0], iter(batches)
+        ranks = tuple(first.stage_index_to_group_rank[n] for n in range(first.num_stages))
+        while some := list(islice(left, _TOGETHER * first.group_size)):
+            actions = orders(ranks, len(some))[first.group_rank]
+            yield from _MicrobatchesUnderWay(self.stages, some).losses(actions)
 
 
 def _own_loss(output: tuple[Tensor, ...], _: object) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -28,6 +29,8 @@ from autopar.runtime.ranks.refusal import refuse
 from autopar.runtime.ranks.transport import near
 from autopar.runtime.tensor.slices import receives
 
+__all__ = ["Stage", "Tie"]  # for scripts
+
 
 @dataclass(frozen=True, slots=True)
 class Tie:
@@ -35,14 +38,6 @@ class Tie:
 
     names: tuple[str, ...]
     stages: tuple[int, ...]  # pipeline ranks in ascending order; the first one owns the parameter
-
-
-@dataclass(frozen=True, slots=True)
-class Copy:
-    """A tied parameter and the part of the model that holds it."""
-
-    part: nn.Module
-    parameter: nn.Parameter
 
 
 class TiedWeights:
@@ -68,9 +63,10 @@ class TiedWeights:
     def broadcast(self) -> None:
         """Copy the owner's values to every copy."""
         for tie, copies in self._held:
-            values = self._swapped(tie, local(copies[0].parameter.detach()))
-            for copy in copies:
-                local(copy.parameter.detach()).copy_(values[0])
+            held = [local(parameter.detach()) for _, parameter in copies]
+            first, *_ = self._swapped(tie, held[0])
+            for own in held:
+                own.copy_(first)
 
     @torch.no_grad()
     def sum_gradients(self) -> None:
@@ -79,7 +75,7 @@ class TiedWeights:
         Under ZeRO-1 all stages hold the same part if the tie is in `apart` (see wrap()).
         """
         for tie, copies in self._held:
-            gradients = [made_gradient(copy.part, copy.parameter) for copy in copies]
+            gradients = [made_gradient(*copy) for copy in copies]
             if gradients[0].numel():
                 mine = sum(gradients[1:], start=gradients[0])
                 first, *others = self._swapped(tie, mine)
@@ -106,16 +102,16 @@ class TiedWeights:
         return list(by_stage.values())
 
 
-def _copies(model_parts: Sequence[nn.Module], tie: Tie) -> list[Copy]:
-    """Find the tie's distinct parameters in this process."""
-    found: dict[int, Copy] = {}
+def _copies(model_parts: Sequence[nn.Module], tie: Tie) -> list[tuple[nn.Module, nn.Parameter]]:
+    """Find the tie's distinct parameters in this process, each with the part that holds it."""
+    found: dict[int, tuple[nn.Module, nn.Parameter]] = {}
     for part in model_parts:
         for name in tie.names:
             module, _, attribute = name.rpartition(".")
             with suppress(AttributeError):  # a layer of another stage
                 parameter = part.get_submodule(module)._parameters.get(attribute)
                 if parameter is not None:
-                    found.setdefault(id(parameter), Copy(part, parameter))
+                    found.setdefault(id(parameter), (part, parameter))
     if not found:
         raise KeyError(f"this stage has none of {', '.join(tie.names)}")
     return list(found.values())
@@ -134,6 +130,8 @@ class Shapes:
     lengths: Sequence[int]
 
 
+# in place of the stages' vote on whether shapes are known, in a dry run, which has no other stages
+_VOTE = cast(Tensor, SimpleNamespace(item=lambda: 1))
 ShapesOf: TypeAlias = Callable[[Mapping[str, Any]], Shapes]
 
 
@@ -215,12 +213,12 @@ class Stage(TorchStage):
         self, has_backward: bool, received_acc: Tensor | None = None
     ) -> Tensor:
         if self.mesh.is_dry_run:
-            return cast(Tensor, _Agreed())
+            return _VOTE
         return super()._warmup_forward_vote(has_backward, received_acc)
 
     def _warmup_backward_result(self, received_result: Tensor | None = None) -> Tensor:
         if self.mesh.is_dry_run:
-            return cast(Tensor, _Agreed())
+            return _VOTE
         return super()._warmup_backward_result(received_result)
 
     def group_with(self, rank: int) -> dist.ProcessGroup | None:
@@ -345,11 +343,3 @@ class Stage(TorchStage):
 
 def _contiguous(gradients: InputGradients) -> InputGradients:
     return tuple(None if g is None else g.contiguous() for g in gradients)
-
-
-class _Agreed:
-    """Replaces the stages' vote on whether shapes are known: a dry run has no other stages."""
-
-    def item(self) -> int:
-        """Return 1: the shapes are known."""
-        return 1

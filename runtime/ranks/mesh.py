@@ -37,6 +37,8 @@ from autopar.runtime.ranks.leaving import RUN_TOKEN, say, watch_for_leaving_rank
 from autopar.runtime.ranks.network import joining_nodes, store_of
 from autopar.runtime.ranks.refusal import known_place, refuse
 
+__all__ = ["Axis", "Mesh", "join_streams", "start", "stop"]  # for scripts
+
 Item = TypeVar("Item")
 
 
@@ -171,7 +173,10 @@ def start(
     message_timeout = max(_STEPS_OF_MESSAGE * timedelta(seconds=timeout), _LEAST_TIMEOUT)
     owns_processes = not dist.is_initialized()
     if owns_processes:
-        _join(needed, _start_timeout(timeout))
+        # ranks wait so long for each other at the start; their imports take time, too
+        is_set = timeout > 0
+        patience = max(timedelta(seconds=timeout), _LEAST_START) if is_set else default_pg_timeout
+        _join(needed, patience)
     _check_world(dist.get_world_size(), needed)
     device = _device()
     sizes = {"pipeline": pipeline, "replica": data // shard, "shard": shard, "tensor": tensor}
@@ -209,13 +214,6 @@ def _let_segments_grow() -> None:
     """
     if not any(name in os.environ for name in _ALLOCATOR):
         os.environ[_ALLOCATOR[0]] = "expandable_segments:True"
-
-
-def _start_timeout(seconds: float) -> timedelta:
-    """Return how long ranks wait for each other at the start; their imports take time, too."""
-    if not seconds:
-        return default_pg_timeout
-    return max(timedelta(seconds=seconds), _LEAST_START)
 
 
 def _device_mesh(device: torch.device, sizes: Mapping[str, int]) -> DeviceMesh:

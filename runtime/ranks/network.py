@@ -19,7 +19,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from ipaddress import ip_address
 from threading import Event, Thread
 from typing import Any
 from uuid import uuid4
@@ -27,7 +26,7 @@ from uuid import uuid4
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistError, DistStoreError
 
-from autopar.runtime.launchers import ProcessPlace
+from autopar.runtime.launchers import ProcessPlace, is_loopback
 from autopar.runtime.ranks.leaving import MISMATCH
 from autopar.runtime.ranks.refusal import refuse
 
@@ -46,8 +45,19 @@ def store_of(own: ProcessPlace, timeout: timedelta) -> Store:
             f"{own.launcher.name} does not say on which machine the first rank is",
             fix="set MASTER_ADDR to that machine on all ranks: mpirun -x MASTER_ADDR=HOST …",
         )
+    is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
-        return _store_of(own, timeout)
+        store = TCPStore(
+            own.address,
+            own.port,
+            None if is_torchruns else own.world_size,
+            is_master=not is_torchruns and own.rank == 0,
+            multi_tenant=not is_torchruns,
+            wait_for_workers=False,
+            timeout=timeout,
+        )
+        ranks = own.rank, own.world_size
+        word = _agreed_word(store, *ranks, timeout) if is_torchruns else "first"
     except (TimeoutError, DistError):
         refuse(
             f"the {own.world_size} ranks have not all met at {own.address}:{own.port} in "
@@ -55,21 +65,6 @@ def store_of(own: ProcessPlace, timeout: timedelta) -> Store:
             fix="check that all nodes are up and reach that address, which MASTER_ADDR and "
             "MASTER_PORT name; --timeout SECONDS allows for a longer start",
         )
-
-
-def _store_of(own: ProcessPlace, timeout: timedelta) -> Store:
-    rank, world_size = own.rank, own.world_size
-    is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store = TCPStore(
-        own.address,
-        own.port,
-        None if is_torchruns else world_size,
-        is_master=not is_torchruns and rank == 0,
-        multi_tenant=not is_torchruns,
-        wait_for_workers=False,
-        timeout=timeout,
-    )
-    word = _agreed_word(store, rank, world_size, timeout) if is_torchruns else "first"
     return PrefixStore(f"autopar/{word}", store)
 
 
@@ -184,7 +179,7 @@ def _choose_interface(store: Store, place: ProcessPlace, timeout: timedelta) -> 
     it has for them. If all nodes see loopback, they are on one machine, and nothing is set.
     """
     first, own = _addresses_towards(place.address, place.port)
-    if not _is_loopback(own):
+    if not is_loopback(own.partition("%")[0]):
         store.set(_FIRST, first)
     else:
         own = _address_seen_by_others(store, place, timeout)
@@ -213,10 +208,6 @@ def _address_seen_by_others(store: Store, place: ProcessPlace, timeout: timedelt
         time.sleep(_POLL_SECONDS)
         seeing_loopback = store.add(_LOOPBACK, 0)
     return store.get(_FIRST).decode() if store.check([_FIRST]) else ""
-
-
-def _is_loopback(address: str) -> bool:
-    return ip_address(address.partition("%")[0]).is_loopback
 
 
 class _Entry(ctypes.Structure):

@@ -21,6 +21,8 @@ from autopar.runtime.ranks.randomness import mixed_seed
 from autopar.runtime.ranks.refusal import OptionParser, as_typed, known_place, refuse
 from autopar.runtime.ranks.transport import differing
 
+__all__ = ["read_options"]  # for scripts
+
 NONE = "none"
 WEIGHTS_ENDING = ".safetensors"
 MOST_STEPS = 10**9
@@ -319,8 +321,12 @@ def _together(
         parser.error("--epochs counts passes through the dataset, and --data synthetic reads none")
     if options.early_stop is not None and not options.eval_every:
         parser.error("--early-stop counts evaluations, and --eval-every 0 has none")
-    if options.export_best:
-        _check_best(options, parser)
+    if options.export_best and not options.eval_every:
+        parser.error("--export-best needs evaluations, and --eval-every 0 has none")
+    if options.export_best and options.checkpoint == NONE and options.resume in (None, "never"):
+        parser.error("--export-best reads a checkpoint, and none is kept: add --checkpoint FOLDER")
+    if options.export_best and options.export == NONE:
+        parser.error("--export-best needs an export, and --export none exports nothing")
     return options
 
 
@@ -336,16 +342,6 @@ def in_rounds(options: argparse.Namespace, sync_every: int) -> Iterator[str]:
             setattr(options, name, rounded)
             option = f"--{name.replace('_', '-')}"
             yield f"note: {option} is {rounded:,}: replicas are alike every {sync_every:,} steps"
-
-
-def _check_best(options: argparse.Namespace, parser: OptionParser) -> None:
-    """Exit if --export-best lacks an evaluation, a checkpoint, or an export."""
-    if not options.eval_every:
-        parser.error("--export-best needs evaluations, and --eval-every 0 has none")
-    if options.checkpoint == NONE and options.resume in (None, "never"):
-        parser.error("--export-best reads a checkpoint, and none is kept: add --checkpoint FOLDER")
-    if options.export == NONE:
-        parser.error("--export-best needs an export, and --export none exports nothing")
 
 
 # options by which the ranks of one training may differ, as places in files may

@@ -21,6 +21,8 @@ from torch.overrides import TorchFunctionMode
 
 from autopar.runtime.ranks.mesh import Axis, Mesh
 
+__all__ = ["seed_all", "split_randomness"]  # for scripts
+
 States: TypeAlias = Sequence[Tensor]
 
 

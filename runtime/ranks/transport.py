@@ -37,6 +37,8 @@ _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.redu
 
 def summed(x: Tensor, axis: Axis) -> Tensor:
     """Return the sum of every rank's tensor, on every rank."""
+    if axis.size == 1:
+        return x
     total = _functional.all_reduce(near(x, axis).contiguous(), "sum", _name(axis))
     return _waited(total).to(x.device)
 

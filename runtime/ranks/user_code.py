@@ -40,6 +40,8 @@ from autopar.runtime.ranks.randomness import mixed_seed
 from autopar.runtime.ranks.refusal import refuse
 from autopar.runtime.ranks.transport import differing
 
+__all__ = ["refuse_changes", "tell_errors_once", "warn_if_changed"]  # for scripts
+
 SHOWS_TRACEBACK = "AUTOPAR_TRACEBACK"  # an environment variable
 _RUNTIME = Path(__file__).parents[1]
 _TORCH, _STANDARD = str(Path(torch.__file__).parent), sysconfig.get_path("stdlib")

@@ -27,6 +27,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from autopar.runtime.ranks.transport import HostLink
 from autopar.runtime.recompute.running_again import Forward, wrap_forward
 
+__all__ = ["save_on_host"]  # for scripts
+
 _LEAST_BYTES = 1024  # starting a copy takes longer than sending this much
 _MOST_PARTS = 8  # a view of less than an eighth of a tensor stays: the whole would be copied
 _MOST_LAYERS = 2  # may save one tensor: the layer that makes it, and the next, which reads it

@@ -36,6 +36,8 @@ from autopar.runtime.ranks.randomness import States, generator_states, set_gener
 from autopar.runtime.recompute.written_buffers import WrittenBuffers
 from autopar.runtime.tensor.slices import remembered
 
+__all__ = ["recompute"]  # for scripts
+
 
 class DrawnNumbers:
     """The generator states before a forward, and after each saved op that draws random numbers."""

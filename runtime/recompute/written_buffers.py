@@ -7,7 +7,7 @@ of a spectral norm) advance once per step, however many microbatches the step ha
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeAlias
 
@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from autopar.runtime.model.parts import is_inside
+
+__all__ = ["update_once"]  # for scripts
 
 BufferPlace: TypeAlias = tuple[nn.Module, str]
 Kept: TypeAlias = dict[BufferPlace, Tensor]
@@ -52,14 +54,8 @@ class WrittenBuffers:
     @contextmanager
     def _again(self, before: Kept) -> Iterator[None]:
         places = self._written or []
-        now = [_buffer_at(place) for place in places]
-        for module, name in places:
-            module._buffers[name] = before[module, name]
-        try:
+        with _in_place_of(places, [before[place] for place in places]):
             yield
-        finally:
-            for (module, name), buffer in zip(places, now, strict=True):
-                module._buffers[name] = buffer
 
 
 def update_once(module: nn.Module, names: Collection[str], *, microbatches: int) -> None:
@@ -77,8 +73,7 @@ def update_once(module: nn.Module, names: Collection[str], *, microbatches: int)
             return
         if runs % microbatches == 0:
             begun.update((place, _buffer_at(place)) for place in _buffers(module, names))
-        for (owner, name), fresh in zip(begun, _copies(begun.values()), strict=True):
-            owner._buffers[name] = fresh
+        _put(begun, _copies(begun.values()))
         runs += 1
 
     module.register_forward_pre_hook(rewind)
@@ -88,14 +83,24 @@ def update_once(module: nn.Module, names: Collection[str], *, microbatches: int)
 def kept_buffers(module: nn.Module) -> Iterator[None]:
     """Give a module copies of its buffers inside, and the original buffers back afterwards."""
     places = _buffers(module)
-    found = [_buffer_at(place) for place in places]
-    for (owner, name), fresh in zip(places, _copies(found), strict=True):
-        owner._buffers[name] = fresh
+    with _in_place_of(places, _copies(map(_buffer_at, places))):
+        yield
+
+
+@contextmanager
+def _in_place_of(places: Sequence[BufferPlace], others: Sequence[Tensor]) -> Iterator[None]:
+    """Replace buffers inside by others."""
+    own = [_buffer_at(place) for place in places]
+    _put(places, others)
     try:
         yield
     finally:
-        for (owner, name), buffer in zip(places, found, strict=True):
-            owner._buffers[name] = buffer
+        _put(places, own)
+
+
+def _put(places: Iterable[BufferPlace], buffers: Sequence[Tensor]) -> None:
+    for (module, name), buffer in zip(places, buffers, strict=True):
+        module._buffers[name] = buffer
 
 
 def _copies(buffers: Iterable[Tensor]) -> list[Tensor]:

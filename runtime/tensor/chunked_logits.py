@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, linear
 
+__all__ = ["chunk_logits"]  # for scripts
+
 Change = Callable[[Tensor], Tensor]
 RowLosses = Callable[[Tensor, Tensor], Tensor]  # of a chunk's logits and targets
 
@@ -129,7 +131,7 @@ class ChunkedLogits(Tensor):
     before: ChunkedLogits | None  # the linear layer's result; None if this is it
 
     @staticmethod
-    def __new__(  # noqa: D102
+    def __new__(
         cls,
         source: _Source,
         rows: Tensor,
@@ -160,18 +162,16 @@ class ChunkedLogits(Tensor):
         is_tensor = name == "__get__" and func.__self__.__name__ in _TENSORS
         if name in _ABOUT and not is_tensor:
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
-        first, alone = (
-            args[0] if args else None,
-            sum(map(_is_tensor, (*args, *kwargs.values()))) == 1,
-        )
+        first = args[0] if args else None
+        tensors = [one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)]
         if func is cross_entropy and isinstance(kwargs.get("input", first), cls):
             return _cross_entropy(*args, **kwargs)
-        if isinstance(first, cls) and alone:
+        if isinstance(first, cls) and len(tensors) == 1:
             change = partial(_called, func, args[1:], kwargs)
             if name in _SAME:
                 return first
             if name in _OF_NUMBERS:
-                return first._with_numbers(change)
+                return first._changed_to(first.rows, (*first.numbers, change), change)
             if name in _OF_ROWS and (moved := first._with_rows(change)) is not None:
                 return moved
         if (name.endswith("_") and not name.endswith("__")) or name == "__setitem__":
@@ -209,9 +209,6 @@ class ChunkedLogits(Tensor):
         total: Tensor = _Loss.apply(self.origin, self, targets, row_losses)  # type: ignore[no-untyped-call]
         return total
 
-    def _with_numbers(self, change: Change) -> ChunkedLogits:
-        return self._changed_to(self.rows, (*self.numbers, change), change)
-
     def _with_rows(self, change: Change) -> ChunkedLogits | None:
         """Return these logits after a change that moves rows; None if it moves classes, too."""
         classes = self.shape[-1]
@@ -238,10 +235,6 @@ def _changed(made: Tensor, changes: tuple[Change, ...]) -> Tensor:
     for change in changes:
         made = change(made)
     return made
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor)
 
 
 def _made(value: Any) -> Any:

@@ -50,6 +50,22 @@ from autopar.runtime.tensor.slices import (
     sum_scatter_along,
 )
 
+__all__ = [
+    "exchange",
+    "first_gradient",
+    "first_only",
+    "first_whole",
+    "gather",
+    "gather_whole",
+    "place_own",
+    "scatter_sum",
+    "sum_both",
+    "sum_gradients",
+    "sum_partials",
+    "take_own",
+    "take_shard",
+]
+
 Whole = Callable[[Tensor, Axis], Tensor]
 Along = Callable[[Tensor, int, Cut, Axis], Tensor]
 

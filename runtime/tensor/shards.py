@@ -22,6 +22,8 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from autopar.runtime.ranks.mesh import Axis
 from autopar.runtime.tensor.slices import Cut, Parts, Ranges, cut, cut_of_share, pick
 
+__all__ = ["Split", "local_size", "whole_length"]  # for scripts
+
 QUANTIZED = (torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4)
 AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 Value = TypeVar("Value")
@@ -122,11 +124,6 @@ def shape_of(ranges: Iterable[Ranges]) -> tuple[int, ...]:
 def whole(shape: tuple[int, ...]) -> Chunks:
     """Describe a tensor that this process holds in full."""
     return Chunks(shape, tuple(((0, size),) for size in shape))
-
-
-def record_chunks(module: nn.Module, name: str, chunks: Chunks) -> None:
-    """Record the chunks of a module's own parameter or buffer."""
-    module.__dict__.setdefault(RECORD, {})[name] = chunks
 
 
 def recorded_chunks(module: nn.Module, name: str) -> Chunks | None:
@@ -362,7 +359,7 @@ def put(group: list[TensorPlace], tensor: Tensor, chunks: Chunks) -> None:
     """Put a part in all places of the tensor that it replaces, and record its chunks."""
     put_everywhere(group, tensor)
     for place in group:
-        record_chunks(place.module, place.attribute, chunks)
+        place.module.__dict__.setdefault(RECORD, {})[place.attribute] = chunks
 
 
 def put_everywhere(group: list[TensorPlace], tensor: Tensor) -> None:

@@ -52,14 +52,8 @@ class Cut:
 
 def cut(parts: Parts, size: int) -> Cut:
     """Cut a dim over the ranks of an axis."""
-    if torch.compiler.is_compiling():  # torch.compile warns of caches
-        return _new_cut(parts, size)
-    return _known_cut(parts, size)
-
-
-@lru_cache(maxsize=1024)
-def _known_cut(parts: Parts, size: int) -> Cut:
-    return _new_cut(parts, size)
+    # torch.compile warns of caches
+    return (_new_cut if torch.compiler.is_compiling() else _known_cut)(parts, size)
 
 
 def _new_cut(parts: Parts, size: int) -> Cut:
@@ -67,6 +61,9 @@ def _new_cut(parts: Parts, size: int) -> Cut:
     sizes = tuple(sum(stop - start for start, stop in held) for held in ranges)
     is_even = len(parts) == 1 and parts[0][0] % size == 0
     return Cut(ranges, sizes, is_even)
+
+
+_known_cut = lru_cache(maxsize=1024)(_new_cut)
 
 
 def part_ranges(parts: Parts, rank: int, size: int) -> Ranges:
@@ -209,7 +206,9 @@ def exchange_along(
 ) -> Tensor:
     """Make one dim whole while cutting another."""
     if gather_cut.is_even and split_cut.is_even:
-        return _merge(exchanged(_split(x, split_dim, axis.size), axis), gather_dim)
+        stack = exchanged(_split(x, split_dim, axis.size), axis)
+        # the slices of dim 0, concatenated along the dim that they were cut from
+        return stack.movedim(0, gather_dim).flatten(gather_dim, gather_dim + 1).contiguous()
     pieces = [pick(x, split_dim, ranges) for ranges in split_cut.ranges]
     mine = _resized(x, split_dim, split_cut.sizes[axis.rank])
     shapes = [(*mine[:gather_dim], size, *mine[gather_dim + 1 :]) for size in gather_cut.sizes]
@@ -224,11 +223,6 @@ def _split(x: Tensor, dim: int, count: int) -> Tensor:
     """Stack equal slices of a dim in a new dim 0."""
     shape = (*x.shape[:dim], count, x.shape[dim] // count, *x.shape[dim + 1 :])
     return x.reshape(shape).movedim(dim, 0)
-
-
-def _merge(stack: Tensor, dim: int) -> Tensor:
-    """Concatenate the slices of dim 0 along the dim that they were cut from, contiguously."""
-    return stack.movedim(0, dim).flatten(dim, dim + 1).contiguous()
 
 
 def _assemble(pieces: list[Tensor], dim: int, shares: Cut) -> Tensor:

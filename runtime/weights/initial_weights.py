@@ -50,6 +50,8 @@ from autopar.runtime.weights.recording.recording import META, ConstructorRecordi
 from autopar.runtime.weights.saved_form import SavedForm, saved_form, unseen
 from autopar.runtime.weights.stored_tensors import TensorSource, fill, in_float64
 
+__all__ = ["Recipe", "record"]  # for scripts
+
 
 @contextmanager
 def new_objects_apart() -> Iterator[None]:

@@ -36,6 +36,8 @@ from autopar.runtime.weights.saved_form import SavedForm, UnsavableError
 from autopar.runtime.weights.stored_model import StoredModel
 from autopar.runtime.weights.stored_tensors import INDEX, ShapeError, fill, open_tensors
 
+__all__ = ["load_weights"]  # for scripts
+
 _READABLE = "let --weights name files that can be read"
 _MOST_SHOWN = 5
 _MOST_CHARACTERS = 200  # of a tensor's name
@@ -235,27 +237,20 @@ def _check_all_there(
 
 def check_same(digests: Mapping[str, int], mesh: Mesh) -> None:
     """Exit if the initial weights of processes differ; `digests` are this process's, by name."""
-    for axis in (mesh.data, mesh.tensor, mesh.pipeline):
-        _check_along(axis, digests, mesh)
-
-
-def _check_along(axis: Axis, digests: Mapping[str, int], mesh: Mesh) -> None:
     names = sorted(digests)
-    together = mixed_seed(*(digests[name] for name in names), len(names))
-    if not differing([together], axis, mesh):
-        return
-    if differing([len(names)], axis, mesh):
-        _refuse("one has more tensors than another")
-    others = differing([digests[name] for name in names], axis, mesh)
-    _refuse(", ".join(names[place] for place in [*others][:3]) + " differ")
-
-
-def _refuse(found: str) -> None:
-    refuse(
-        f"build_model makes different weights in each process: {found}",
-        fix="seed what it draws from (numpy.random.default_rng(0)), and let no order depend on the "
-        "process: sorted(…) around a set; all processes must read the same files",
-    )
+    own = [digests[name] for name in names]
+    for axis in (mesh.data, mesh.tensor, mesh.pipeline):
+        if not differing([mixed_seed(*own, len(own))], axis, mesh):
+            continue
+        found = "one has more tensors than another"
+        if not differing([len(own)], axis, mesh):
+            others = [names[place] for place in differing(own, axis, mesh)]
+            found = f"{', '.join(others[:3])} differ"
+        refuse(
+            f"build_model makes different weights in each process: {found}",
+            fix="seed what it draws from (numpy.random.default_rng(0)), and let no order depend on "
+            "the process: sorted(…) around a set; all processes must read the same files",
+        )
 
 
 NOTHING_SPLIT: Mapping[str, Split] = MappingProxyType({})

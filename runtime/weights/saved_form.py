@@ -14,7 +14,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -171,8 +170,10 @@ def saved_form(model: nn.Module) -> SavedForm | None:
             if not files:
                 raise ValueError("it hands no tensors to safetensors")
         except Exception as error:  # a method may raise anything on meta tensors
-            why = f"{type(error).__name__}: {error}"
-            raise UnsavableError(_unsavable(model, why)) from error
+            name, why = type(model).__name__, f"{type(error).__name__}: {error}"
+            raise UnsavableError(
+                f"a run on meta tensors does not show what save_pretrained of {name} writes ({why})"
+            ) from error
         written = [one for one in sorted(folder.rglob("*")) if one.is_file()]
         others = {one.relative_to(folder).as_posix(): one.read_bytes() for one in written}
     prefix = getattr(model, "base_model_prefix", "")
@@ -183,11 +184,6 @@ def saved_form(model: nn.Module) -> SavedForm | None:
         sources=sources,
         prefix=prefix if isinstance(prefix, str) else "",
     )
-
-
-def _unsavable(model: nn.Module, why: str) -> str:
-    name = type(model).__name__
-    return f"a run on meta tensors does not show what save_pretrained of {name} writes ({why})"
 
 
 def _is_saved_whole(place: TensorPlace) -> bool:
@@ -262,17 +258,13 @@ def _catching() -> Iterator[list[_Caught]]:
 @contextmanager
 def _as_one_process() -> Iterator[None]:
     """Make libraries act as in a single process, because only the first rank would write files."""
-    answers: dict[_Function, int] = {
-        dist.is_initialized: False,
-        dist.get_rank: 0,
-        dist.get_world_size: 1,
+    answers: dict[_Function, _Function] = {
+        dist.is_initialized: lambda: False,
+        dist.get_rank: lambda *_, **__: 0,
+        dist.get_world_size: lambda *_, **__: 1,
     }
-    with _replaced({old: partial(_answered, answer) for old, answer in answers.items()}):
+    with _replaced(answers):
         yield
-
-
-def _answered(answer: int, *_: Any, **__: Any) -> int:
-    return answer
 
 
 @contextmanager

@@ -108,6 +108,33 @@ class SavedPiece:
     start: tuple[int, ...]
     view: Value  # of the model's tensor, in the shape of the box
 
+    def box(self, tensor: Value) -> Box | None:
+        """Return the piece as a box of the model's tensor, or None if it must be read whole."""
+        return box_of(self.view, tensor) if self.viewed == self.shape else None
+
+    def read(self, stored: Any) -> Tensor:
+        """Read the whole piece."""
+        whole: Tensor = stored[...]
+        ends = zip(self.start, self.view.size, strict=True)
+        return whole.reshape(self.viewed)[tuple(slice(at, at + size) for at, size in ends)]
+
+    def read_part(self, stored: Any, common: Sequence[Range], box: Box) -> Tensor:
+        """Read the part of the piece within `common`, the ranges of the model's tensor.
+
+        The result has that tensor's dims, in its order.
+        """
+        slices, order = [], []
+        for start, dim in zip(self.start, box.dims, strict=True):
+            low, high = (0, 1) if dim is None else common[dim]
+            begin = start if dim is None else start - box.start[dim]
+            slices.append(slice(begin + low, begin + high))
+            order += [] if dim is None else [dim]
+        part: Tensor = stored[tuple(slices) if slices else ...]
+        sizes = [high - low for low, high in common]
+        part = part.reshape([sizes[dim] for dim in order])
+        places = sorted(range(len(order)), key=order.__getitem__)
+        return part.permute(places).reshape(sizes)
+
 
 def pieces_by_name(form: SavedForm) -> Mapping[str, tuple[SavedPiece, ...]]:
     """Return the pieces of each tensor that the files contain completely."""
@@ -203,43 +230,6 @@ def _unsqueezed(view: Value, dim: int) -> Value:
     return replace(view, size=size, stride=(*view.stride[:dim], 0, *view.stride[dim:]))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredPiece:
-    """A piece, and the file's tensor from which slices are read."""
-
-    piece: SavedPiece
-    stored: Any
-
-    def box(self, tensor: Value) -> Box | None:
-        """Return the piece as a box of the model's tensor, or None if it must be read whole."""
-        is_as_stored = self.piece.viewed == self.piece.shape
-        return box_of(self.piece.view, tensor) if is_as_stored else None
-
-    def read(self) -> Tensor:
-        """Read the whole piece."""
-        piece = self.piece
-        whole: Tensor = self.stored[...]
-        ends = zip(piece.start, piece.view.size, strict=True)
-        return whole.reshape(piece.viewed)[tuple(slice(at, at + size) for at, size in ends)]
-
-    def read_part(self, common: Sequence[Range], box: Box) -> Tensor:
-        """Read the part of the piece within `common`, the ranges of the model's tensor.
-
-        The result has that tensor's dims, in its order.
-        """
-        slices, order = [], []
-        for start, dim in zip(self.piece.start, box.dims, strict=True):
-            low, high = (0, 1) if dim is None else common[dim]
-            begin = start if dim is None else start - box.start[dim]
-            slices.append(slice(begin + low, begin + high))
-            order += [] if dim is None else [dim]
-        part: Tensor = self.stored[tuple(slices) if slices else ...]
-        sizes = [high - low for low, high in common]
-        part = part.reshape([sizes[dim] for dim in order])
-        places = sorted(range(len(order)), key=order.__getitem__)
-        return part.permute(places).reshape(sizes)
-
-
 @dataclass(frozen=True, kw_only=True)
 class PiecedTensor:
     """A tensor of the model, read from its pieces.
@@ -249,29 +239,31 @@ class PiecedTensor:
     """
 
     tensor: Value
-    pieces: tuple[StoredPiece, ...]
+    pieces: tuple[
+        tuple[SavedPiece, Any], ...
+    ]  # with the file's tensors, from which slices are read
 
     def get_shape(self) -> list[int]:
         """Return the tensor's shape; raise if a piece in a file has a wrong one."""
-        for one in self.pieces:
-            found, wanted = tuple(one.stored.get_shape()), one.piece.shape
+        for piece, stored in self.pieces:
+            found, wanted = tuple(stored.get_shape()), piece.shape
             if found != wanted:
-                raise ShapeError(f"{one.piece.name} is {wanted} here and {found} in its source")
+                raise ShapeError(f"{piece.name} is {wanted} here and {found} in its source")
         return list(self.tensor.size)
 
     def __getitem__(self, index: Any) -> Tensor:
-        boxes = [box for one in self.pieces if (box := one.box(self.tensor)) is not None]
+        boxes = [box for one, _ in self.pieces if (box := one.box(self.tensor)) is not None]
         if len(boxes) < len(self.pieces):
             return self._whole[index]
         given = index if isinstance(index, tuple) else ()
         slices = (*given, *[slice(None)] * (len(self.tensor.size) - len(given)))
         wanted = [one.indices(size)[:2] for one, size in zip(slices, self.tensor.size, strict=True)]
         found: Tensor | None = None
-        for one, box in zip(self.pieces, boxes, strict=True):
-            common = box.overlap(wanted, one.piece.view.size)
+        for (piece, stored), box in zip(self.pieces, boxes, strict=True):
+            common = box.overlap(wanted, piece.view.size)
             if any(low >= high for low, high in common):
                 continue
-            part = one.read_part(common, box)
+            part = piece.read_part(stored, common, box)
             if found is None:
                 found = part.new_empty([last - first for first, last in wanted])
             place = zip(common, wanted, strict=True)
@@ -280,10 +272,10 @@ class PiecedTensor:
 
     @cached_property
     def _whole(self) -> Tensor:
-        parts = [one.read() for one in self.pieces]
+        parts = [piece.read(stored) for piece, stored in self.pieces]
         whole = torch.empty_strided(self.tensor.size, self.tensor.stride, dtype=parts[0].dtype)
-        for one, part in zip(self.pieces, parts, strict=True):
-            view = one.piece.view
+        for (piece, _), part in zip(self.pieces, parts, strict=True):
+            view = piece.view
             whole.as_strided(view.size, view.stride, view.offset).copy_(part)
         return whole
 
@@ -307,8 +299,7 @@ class StoredModel:
         saved = next((name for name in names if name in self._pieces), None)
         if saved is not None and self._form is not None and (self.is_folder or own is None):
             pieces = tuple(
-                StoredPiece(piece=one, stored=self._slice(self._places[one.name]))
-                for one in self._pieces[saved]
+                (one, self._slice(self._places[one.name])) for one in self._pieces[saved]
             )
             return PiecedTensor(tensor=self._form.sources[saved], pieces=pieces)
         return None if own is None else self._slice(own)

@@ -186,7 +186,7 @@ def load_checkpoint(model: nn.Module, folder: Path) -> None:
     with ExitStack() as files:
         reader = Reader(checkpoint, files)
         for name, tensor in model.state_dict().items():
-            if reader.logical(WEIGHT + name) is not None:
+            if WEIGHT + name in reader.keys:
                 kept[name] = torch.empty_like(tensor)
                 reader.fill(WEIGHT + name, whole(tuple(tensor.shape)), kept[name])
     missing, _ = model.load_state_dict(kept, strict=False)

@@ -73,9 +73,8 @@ def _is_plain(item: Any, *, is_flat: bool = False) -> bool:
     return isinstance(item, (int, bool))
 
 
-def _moved(recording: ConstructorRecording, func: Any, args: Arguments, kwargs: Keywords) -> Any:
+def _moved(recording: ConstructorRecording, _func: Any, args: Arguments, kwargs: Keywords) -> Any:
     """Run `tensor.to(…)`: a recorded tensor counts as on the CPU, so moving there does nothing."""
-    del func
     tensor, *given = args
     kwargs = dict(kwargs)
     other = given[0] if given and isinstance(given[0], Tensor) else kwargs.pop("other", None)
@@ -101,16 +100,14 @@ def _is_number(one: Any) -> bool:
     return isinstance(one, int) and not isinstance(one, bool)
 
 
-def _stayed(recording: ConstructorRecording, func: Any, args: Arguments, kwargs: Keywords) -> Any:
+def _stayed(_recording: ConstructorRecording, _func: Any, args: Arguments, kwargs: Keywords) -> Any:
     """Run `tensor.cpu()`."""
-    del recording, func
     layout = kwargs.get("memory_format", torch.preserve_format)
     return torch.Tensor.to(args[0], args[0].dtype, memory_format=layout)
 
 
-def _typed(recording: ConstructorRecording, func: Any, args: Arguments, kwargs: Keywords) -> Any:
+def _typed(_recording: ConstructorRecording, _func: Any, args: Arguments, kwargs: Keywords) -> Any:
     """Run `tensor.type(…)`, whose legacy types include a device."""
-    del recording, func
     with plainly():
         plain = torch.empty(0, dtype=args[0].dtype)
         typed = plain.type(*args[1:], **kwargs)
@@ -118,10 +115,9 @@ def _typed(recording: ConstructorRecording, func: Any, args: Arguments, kwargs: 
 
 
 def _made_of_numbers(
-    recording: ConstructorRecording, func: Any, args: Arguments, kwargs: Keywords
+    _recording: ConstructorRecording, func: Any, args: Arguments, kwargs: Keywords
 ) -> Any:
     """Run `tensor.new_tensor(…)`, which makes a real tensor of numbers, in the tensor's dtype."""
-    del recording
     with plainly():
         return func(torch.empty(0, dtype=args[0].dtype), *args[1:], **kwargs)
 
@@ -166,16 +162,16 @@ def _become(recording: ConstructorRecording, tensor: Tensor, other: Tensor) -> N
 
 
 def _unchanged(
-    recording: ConstructorRecording, func: Any, args: Arguments, kwargs: Keywords
+    _recording: ConstructorRecording, _func: Any, args: Arguments, _kwargs: Keywords
 ) -> Any:
     """Return the tensor for calls that move it to another kind of memory."""
-    del recording, func, kwargs
     return args[0]
 
 
-def _located(recording: ConstructorRecording, func: Any, args: Arguments, kwargs: Keywords) -> Any:
+def _located(
+    recording: ConstructorRecording, _func: Any, args: Arguments, _kwargs: Keywords
+) -> Any:
     """Return the address of a tensor."""
-    del func, kwargs
     tensor = args[0]
     offset_bytes = int(tensor.storage_offset()) * tensor.element_size()
     return recording.address(tensor.untyped_storage(), offset_bytes)

@@ -19,8 +19,9 @@ from autopar.runtime.checkpointing.finding import (
 )
 from autopar.runtime.checkpointing.keeper import Keeper
 from autopar.runtime.checkpointing.manifest import NAME, Moment
+from autopar.runtime.checkpointing.owners import Owners
 from autopar.runtime.checkpointing.restoring import CheckpointSaving, restore
-from autopar.runtime.checkpointing.writing import Agreed, CheckpointSnapshot, snapshot
+from autopar.runtime.checkpointing.writing import CheckpointSnapshot, snapshot
 from autopar.runtime.optimizer.building import build_optimizer
 from autopar.runtime.ranks.mesh import Mesh
 from autopar.runtime.weights.initial_weights import Recipe
@@ -30,7 +31,7 @@ from tests.runtime.checkpointing.test_progress import no_weights, options
 def _taken(folder: Path, model: nn.Module, mesh: Mesh) -> CheckpointSnapshot:
     optimizer = build_optimizer([model], AdamW, zero=0, mesh=mesh)
     moment = Moment(step=1, rows=1, updates=1)
-    found = snapshot(folder, moment, "", [model], optimizer, Agreed(mesh))
+    found = snapshot(folder, moment, "", [model], optimizer, Owners(mesh))
     assert isinstance(found, CheckpointSnapshot)
     return found
 

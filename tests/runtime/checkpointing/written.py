@@ -10,7 +10,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from autopar.runtime.checkpointing.manifest import Moment
-from autopar.runtime.checkpointing.writing import Agreed, complete, snapshot
+from autopar.runtime.checkpointing.owners import Owners
+from autopar.runtime.checkpointing.writing import complete, exported_of, snapshot
 from autopar.runtime.ranks.locations import Location
 from autopar.runtime.ranks.mesh import Mesh
 
@@ -26,5 +27,6 @@ def write_checkpoint(
     built: Mapping[str, torch.dtype] = MappingProxyType({}),
 ) -> str | None:
     """Write a checkpoint, each rank what it owns. Return why it could not be written, if so."""
-    found = snapshot(folder, moment, model, parts, optimizer, Agreed(mesh), built=built)
+    exported = exported_of(parts, built, mesh)
+    found = snapshot(folder, moment, model, parts, optimizer, Owners(mesh), exported=exported)
     return found if isinstance(found, str) else complete(found, found.write(), mesh)

@@ -13,7 +13,6 @@ from autopar.runtime.data.loss import (
     scale_loss,
     summed_rows,
     weighted,
-    weighted_terms,
 )
 from autopar.runtime.ranks.mesh import Mesh, start
 from tests.runtime.processes import run_on_ranks
@@ -105,7 +104,7 @@ def _gradient_of_two_means(microbatches: int) -> torch.Tensor:
     mesh = start(pipeline=1, data=2, tensor=1)
     weight = torch.ones(5, dtype=torch.float64, requires_grad=True)
     batches = _microbatches(mesh, microbatches)
-    weighed = weighted_terms(batches, _two_counts, mesh, microbatches=microbatches)
+    weighed = weighted(batches, _two_counts, mesh, microbatches=microbatches)
     for batch, scale in weighed:
         means = _two_means(weight, batch["x"], batch["y"])
         terms = [scale_loss(*pair) for pair in zip(means, batch["loss_weights"], strict=True)]
@@ -237,7 +236,7 @@ def test_repeated_rows_count_nothing_whatever_their_loss_is_a_mean_over() -> Non
 
     try:
         targets = [scale for _, scale in weighted(rows(), _count, mesh, microbatches=2)]
-        terms = [*weighted_terms(rows(), counts, mesh, microbatches=2)]
+        terms = [*weighted(rows(), counts, mesh, microbatches=2)]
         sums = [scale for _, scale in summed_rows(rows(), mesh)]
     finally:
         dist.destroy_process_group()
