@@ -172,14 +172,20 @@ def _job(
     name = job_name(plan, settings)
     folder = Path(VOLUME) / name if settings.volume else Path()
     own = script_arguments({}, folder, Start(checkpoints=folder / CHECKPOINTS), arguments)
-    metrics = value_given("--metrics", own) or METRICS
     model = model_path(model_spec(plan, plan_folder))
-    job = job_of(plan, name, own, metrics=metrics)
+    job = job_of(
+        plan,
+        target,
+        settings,
+        content=content_of(model),
+        arguments=own,
+        metrics=value_given("--metrics", own) or METRICS,
+    )
     keeps = settings.volume or "://" in (value_given("--checkpoint", own) or "")
     return PreparedJob(
         target=target,
         model=model,
-        files=launch_files(target, job, settings, content_of(model)),
+        files=launch_files(job),
         notes=() if keeps or target not in WITHOUT_STORAGE else (_FORGOTTEN,),
     )
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import partial
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from autopar.codegen.text.values import Source, literal
 from autopar.planner.errors import InputError
@@ -39,6 +40,7 @@ _OBJECT = AllowedValues(
     r"[a-z0-9](?:[-a-z0-9.]{0,251}[a-z0-9])?", "the name of an object of Kubernetes"
 )
 _WORD = AllowedValues(r"[A-Za-z0-9][\w.,:@+-]{0,199}", "letters, digits and . , : @ + _ -")
+_NUMBER = AllowedValues(r"\d{1,4}", "a whole number")
 _COUNT = AllowedValues(r"[1-9]\d{0,5}", "a whole number of 1 or more")
 _PATH = AllowedValues(r"[^\x00-\x1f]+", "a path")
 _TIME = AllowedValues(r"(?:\d{1,3}-)?\d{1,3}:[0-5]\d:[0-5]\d", "HOURS:MM:SS or DAYS-HH:MM:SS")
@@ -49,68 +51,57 @@ _LABEL = AllowedValues(r"[A-Za-z0-9][\w./-]{0,200}", "a label of nodes")
 _DEVICE = AllowedValues(r"[A-Za-z0-9][\w.-]{0,60}", _WORD.words)
 
 _BUT_DOCKER = (SLURM, KUBERNETES, SKYPILOT)
-KEYS: Mapping[str, LaunchKey] = MappingProxyType(
-    {
-        "name": LaunchKey("the job's name", _NAME, _ALL),
-        "partition": LaunchKey("the partition", _WORD, (SLURM,)),
-        "account": LaunchKey("who pays", _WORD, (SLURM,)),
-        "qos": LaunchKey("the quality of service", _WORD, (SLURM,)),
-        "gres": LaunchKey("the devices of a node, gpu:h100:8", _WORD, (SLURM,)),
-        "python": LaunchKey("the interpreter, such as .venv/bin/python", _PATH, (SLURM,)),
-        "time": LaunchKey("the time limit", _TIME, (SLURM, KUBERNETES)),
-        "notice": LaunchKey(
-            "seconds to write a checkpoint before the job is killed", _NOTICE, (SLURM, KUBERNETES)
-        ),
-        "cpus": LaunchKey("processors of a node", _COUNT, _BUT_DOCKER),
-        "memory": LaunchKey("memory of a node in GiB", _COUNT, _BUT_DOCKER),
-        "restarts": LaunchKey(
-            "how often a failed training is restarted",
-            AllowedValues(r"\d{1,4}", "a whole number"),
-            _BUT_DOCKER,
-        ),
-        "image": LaunchKey(
-            "the image; for docker, the one to start from", _IMAGE, (KUBERNETES, DOCKER, SKYPILOT)
-        ),
-        "volume": LaunchKey(
-            "where checkpoints stay: a claim of a persistent volume, or a bucket",
-            _OBJECT,
-            (KUBERNETES, SKYPILOT),
-        ),
-        "queue": LaunchKey("Kueue's local queue", _OBJECT, (KUBERNETES,)),
-        "namespace": LaunchKey("the namespace", _NAME, (KUBERNETES,)),
-        "resource": LaunchKey(
-            "how the cluster calls its devices, nvidia.com/gpu", _RESOURCE, (KUBERNETES,)
-        ),
-        "topology": LaunchKey(
-            "the label of nodes that are near each other, for Kueue", _LABEL, (KUBERNETES,)
-        ),
-        "accelerator": LaunchKey("the device as SkyPilot calls it", _DEVICE, (SKYPILOT,)),
-    }
-)
+
+
+def _key(what: str, values: AllowedValues, *targets: str, default: str | None = None) -> Any:
+    """Return a field of `LaunchSettings`, with the facts about its key."""
+    return field(default=default, metadata={"key": LaunchKey(what, values, targets)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchSettings:
     """The values of the keys; None where the scheduler's own default applies."""
 
-    name: str | None = None
-    partition: str | None = None
-    account: str | None = None
-    qos: str | None = None
-    gres: str | None = None
-    python: str = "python"
-    time: str | None = None
-    notice: str = "300"
-    cpus: str | None = None
-    memory: str | None = None
-    restarts: str = "3"
-    image: str | None = None
-    volume: str | None = None
-    queue: str | None = None
-    namespace: str | None = None
-    resource: str = "nvidia.com/gpu"
-    topology: str | None = None
-    accelerator: str | None = None
+    name: str | None = _key("the job's name", _NAME, *_ALL)
+    partition: str | None = _key("the partition", _WORD, SLURM)
+    account: str | None = _key("who pays", _WORD, SLURM)
+    qos: str | None = _key("the quality of service", _WORD, SLURM)
+    gres: str | None = _key("the devices of a node, gpu:h100:8", _WORD, SLURM)
+    python: str = _key("the interpreter, such as .venv/bin/python", _PATH, SLURM, default="python")
+    time: str | None = _key("the time limit", _TIME, SLURM, KUBERNETES)
+    notice: str = _key(
+        "seconds to write a checkpoint before the job is killed",
+        _NOTICE,
+        SLURM,
+        KUBERNETES,
+        default="300",
+    )
+    cpus: str | None = _key("processors of a node", _COUNT, *_BUT_DOCKER)
+    memory: str | None = _key("memory of a node in GiB", _COUNT, *_BUT_DOCKER)
+    restarts: str = _key(
+        "how often a failed training is restarted", _NUMBER, *_BUT_DOCKER, default="3"
+    )
+    image: str | None = _key(
+        "the image; for docker, the one to start from", _IMAGE, KUBERNETES, DOCKER, SKYPILOT
+    )
+    volume: str | None = _key(
+        "where checkpoints stay: a claim of a persistent volume, or a bucket",
+        _OBJECT,
+        KUBERNETES,
+        SKYPILOT,
+    )
+    queue: str | None = _key("Kueue's local queue", _OBJECT, KUBERNETES)
+    namespace: str | None = _key("the namespace", _NAME, KUBERNETES)
+    resource: str = _key(
+        "how the cluster calls its devices, nvidia.com/gpu",
+        _RESOURCE,
+        KUBERNETES,
+        default="nvidia.com/gpu",
+    )
+    topology: str | None = _key(
+        "the label of nodes that are near each other, for Kueue", _LABEL, KUBERNETES
+    )
+    accelerator: str | None = _key("the device as SkyPilot calls it", _DEVICE, SKYPILOT)
 
     @property
     def time_seconds(self) -> int | None:
@@ -122,7 +113,9 @@ class LaunchSettings:
         return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
-assert {one.name for one in fields(LaunchSettings)} == set(KEYS)
+KEYS: Mapping[str, LaunchKey] = MappingProxyType(
+    {one.name: one.metadata["key"] for one in fields(LaunchSettings)}
+)
 
 
 def read_settings(target: str, given: Sequence[str]) -> LaunchSettings:
@@ -134,7 +127,7 @@ def read_settings(target: str, given: Sequence[str]) -> LaunchSettings:
     if faults:
         known = ", ".join(key for key, one in KEYS.items() if target in one.targets)
         raise InputError("; ".join(faults), where="--set", expected=f"key=value of {known}")
-    return replace(LaunchSettings(), **{key: value for key, _, value in pairs})
+    return LaunchSettings(**{key: value for key, _, value in pairs})
 
 
 def _fault(target: str, key: str, is_pair: str, value: str) -> str:
@@ -151,11 +144,7 @@ def _fault(target: str, key: str, is_pair: str, value: str) -> str:
 # Quoting: each function returns a text as words of one language, or refuses it.
 
 _MOST_CHARACTERS = 4096
-_DIRECTIVE_TEXT = re.compile(r"--[a-z-]+(=[\w.,:@+/=%-]+)?", re.ASCII)
-_IMAGE_TEXT = re.compile(r"\w[\w.:/@-]*", re.ASCII)
-_REQUIREMENT_TEXT = re.compile(r"[A-Za-z0-9][\w.-]*(==[\w.]+)?", re.ASCII)
-_KEY_TEXT = re.compile(r"[A-Za-z][\w-]*", re.ASCII)
-_PATH_TEXT = re.compile(r"[\w.@+-]+(/[\w.@+-]+)*/?", re.ASCII)
+_PATH_TEXT = r"[\w.@+-]+(/[\w.@+-]+)*/?"
 
 
 def shell(text: str) -> Source:
@@ -199,35 +188,15 @@ def lists(value: object) -> Source:
     return literal([list(one) for one in value] if isinstance(value, tuple) else value)
 
 
-def bare(text: str) -> Source:
-    """Return a key, which needs no quotes."""
-    return _matching(_KEY_TEXT, text, "a key")
-
-
 def pod_argument(text: str) -> Source:
     """Return an argument of a container as YAML; escape $(NAME), which Kubernetes would replace."""
     return yaml(text.replace("$(", "$$("))
 
 
-def directive(text: str) -> Source:
-    """Return an option of sbatch for a #SBATCH line, which has no quotes to rely on."""
-    return _matching(_DIRECTIVE_TEXT, text, "an option in a #SBATCH line")
-
-
-def image(text: str) -> Source:
-    """Return the name of an image for a FROM line, which has no quotes."""
-    return _matching(_IMAGE_TEXT, text, "the name of an image")
-
-
-def requirement(text: str) -> Source:
-    """Return a line for pip: a package, and its version."""
-    return _matching(_REQUIREMENT_TEXT, text, "a requirement of pip")
-
-
 def copied(paths: Sequence[str]) -> Source:
     """Return the paths of a COPY line; refuse $NAME and wildcards, which Docker would replace."""
     return Source(
-        json.dumps([_matching(_PATH_TEXT, one, "a path in a Dockerfile") for one in paths])
+        json.dumps([_matching(_PATH_TEXT, "a path in a Dockerfile", one) for one in paths])
     )
 
 
@@ -236,8 +205,8 @@ def command(words: Sequence[str]) -> Source:
     return Source(json.dumps([_in_a_line(one, "a Dockerfile") for one in words]))
 
 
-def _matching(pattern: re.Pattern[str], text: str, what: str) -> Source:
-    if len(text) > _MOST_CHARACTERS or not pattern.fullmatch(text):
+def _matching(pattern: str, what: str, text: str) -> Source:
+    if len(text) > _MOST_CHARACTERS or not re.fullmatch(pattern, text, re.ASCII):
         raise InputError(
             f"{text[:60]!r} cannot be written as {what}",
             expected="letters, digits, and . , : @ + / = - where they have a meaning",
@@ -253,3 +222,26 @@ def _in_a_line(text: str, language: str) -> str:
             expected=f"printable characters on one line, at most {_MOST_CHARACTERS:,}",
         )
     return text
+
+
+# The filters of templates. The last four are for places without quotes.
+QUOTING: Mapping[str, Callable[..., Source]] = MappingProxyType(
+    {
+        "shell": shell,
+        "yaml": yaml,
+        "plain": plain,
+        "json_text": json_text,
+        "members": members,
+        "flag": flag,
+        "lists": lists,
+        "pod_argument": pod_argument,
+        "copied": copied,
+        "command": command,
+        "key": partial(_matching, r"[A-Za-z][\w-]*", "a key"),
+        "directive": partial(
+            _matching, r"--[a-z-]+(=[\w.,:@+/=%-]+)?", "an option in a #SBATCH line"
+        ),
+        "image": partial(_matching, r"\w[\w.:/@-]*", "the name of an image"),
+        "requirement": partial(_matching, r"[A-Za-z0-9][\w.-]*(==[\w.]+)?", "a requirement of pip"),
+    }
+)

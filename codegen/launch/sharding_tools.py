@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 
 from autopar.codegen.launch.tool_facts import (
     BlockStage,
-    SettingValue,
     ToolFacts,
-    ToolSection,
+    ToolFiles,
+    ToolSettings,
     half_flags,
     price,
 )
@@ -75,41 +75,36 @@ def _joined(stages: Sequence[BlockStage]) -> BlockStage:
     )
 
 
-def accelerate_sections(facts: ToolFacts, mode: Recompute) -> Mapping[str, Sequence[ToolSection]]:
-    """Return the sections of accelerate's configuration file."""
+def accelerate_files(facts: ToolFacts, mode: Recompute) -> ToolFiles:
+    """Return accelerate's configuration file."""
     chosen = facts.arrangement
     if chosen.tensor > 1 and facts.shard == 1:
         raise InputError(
             "accelerate launch refuses tensor ranks without data ranks that share parameters",
             fix="--for transformers has them, or plan again with --pin zero=3",
         )
-    is_sharded = facts.shard > 1
-    top: dict[str, SettingValue] = {
+    is_sharded, blocks = facts.shard > 1, facts.block_class
+    top: ToolSettings = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": "FSDP" if is_sharded else "MULTI_GPU",
         "mixed_precision": chosen.precision.value if chosen.precision.is_half else "no",
         "num_machines": facts.nodes,
         "num_processes": chosen.ranks,
     }
-    wrapping = {"fsdp_transformer_layer_cls_to_wrap": facts.block_class}
-    fsdp: dict[str, SettingValue] = {
+    fsdp: ToolSettings = {
         "fsdp_version": 2,
         "fsdp_reshard_after_forward": chosen.zero.divides_parameters,
-        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP" if facts.block_class else "NO_WRAP",
-        **(wrapping if facts.block_class else {}),
+        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP" if blocks else "NO_WRAP",
+        **({"fsdp_transformer_layer_cls_to_wrap": blocks} if blocks else {}),
         "fsdp_activation_checkpointing": mode.runs_again,
     }
-    degrees: dict[str, SettingValue] = {
+    degrees: ToolSettings = {
         "parallelism_config_dp_replicate_size": facts.replicas,
         "parallelism_config_dp_shard_size": facts.shard,
         "parallelism_config_tp_size": chosen.tensor,
     }
-    parts = (
-        ToolSection(name="fsdp_config", settings=fsdp),
-        ToolSection(name="parallelism_config", settings=degrees),
-    )
-    sections = (ToolSection(name="", settings=top), *(parts if is_sharded else ()))
-    return {"accelerate.yaml": sections}
+    parts = {"fsdp_config": fsdp, "parallelism_config": degrees} if is_sharded else {}
+    return {"accelerate.yaml": {"": top, **parts}}
 
 
 def accelerate_notes(facts: ToolFacts) -> Iterator[str]:
@@ -123,27 +118,23 @@ def accelerate_notes(facts: ToolFacts) -> Iterator[str]:
         yield "accelerate recomputes blocks only with FSDP; wrap them with torch.utils.checkpoint"
 
 
-def transformers_sections(facts: ToolFacts, mode: Recompute) -> Mapping[str, Sequence[ToolSection]]:
+def transformers_files(facts: ToolFacts, mode: Recompute) -> ToolFiles:
     """Return the arguments of DistributedConfig and of TrainingArguments."""
     chosen, halves = facts.arrangement, half_flags(facts.arrangement.precision)
-    degrees: dict[str, SettingValue] = {
+    degrees: ToolSettings = {
         "tp_size": chosen.tensor,
         "fsdp_size": facts.shard,
         "dp_replicate_size": facts.replicas,
         "fsdp_mixed_precision": facts.shard > 1 and halves["bf16"],
     }
-    training: dict[str, SettingValue] = {
+    training: ToolSettings = {
         "per_device_train_batch_size": chosen.microbatch,
         "gradient_accumulation_steps": chosen.microbatches,
         **halves,
         "activation_checkpointing": mode.runs_again,
         "torch_compile": chosen.compile.takes_layers,
     }
-    sections = (
-        ToolSection(name="DISTRIBUTED", settings=degrees),
-        ToolSection(name="TRAINING", settings=training),
-    )
-    return {"transformers_plan.py": sections}
+    return {"transformers_plan.py": {"DISTRIBUTED": degrees, "TRAINING": training}}
 
 
 def transformers_notes(facts: ToolFacts) -> Iterator[str]:
@@ -176,44 +167,37 @@ def deepspeed_instead(facts: ToolFacts) -> tuple[ToolFacts, tuple[str, ...]]:
     return replace(facts, arrangement=chosen), tuple(notes)
 
 
-def deepspeed_sections(facts: ToolFacts, mode: Recompute) -> Mapping[str, Sequence[ToolSection]]:
-    """Return the sections of DeepSpeed's configuration file."""
+def deepspeed_files(facts: ToolFacts, mode: Recompute) -> ToolFiles:
+    """Return DeepSpeed's configuration file."""
     chosen = facts.arrangement
-    batch: dict[str, SettingValue] = {
+    is_half = chosen.compression is Compression.HALF
+    batch: ToolSettings = {
         "train_batch_size": chosen.microbatch * chosen.microbatches * chosen.data,
         "train_micro_batch_size_per_gpu": chosen.microbatch,
         "gradient_accumulation_steps": chosen.microbatches,
         "gradient_clipping": CLIP_NORM,
-        "communication_data_type": (
-            chosen.precision.value
-            if chosen.compression is Compression.HALF
-            else Precision.FP32.value
-        ),
+        "communication_data_type": (chosen.precision if is_half else Precision.FP32).value,
     }
     stage = chosen.zero.value if facts.shard > 1 else 0
     halves = half_flags(chosen.precision).items()
-    own: dict[str, Mapping[str, SettingValue]] = {
+    pipeline: ToolSettings = {
+        "stages": chosen.pipeline,
+        "partition": _partition(facts),
+        "activation_checkpoint_interval": int(mode.runs_again),  # blocks recomputed at once
+    }
+    sections: dict[str, ToolSettings] = {
         "": batch,
         **{name: {"enabled": True} for name, is_on in halves if is_on},
         "zero_optimization": {"stage": stage, "overlap_comm": chosen.data > 1},
         "tensor_parallel": {"autotp_size": chosen.tensor} if _splits_itself(chosen) else {},
-        "pipeline": _deepspeed_pipeline(facts, mode) if chosen.pipeline > 1 else {},
+        "pipeline": pipeline if chosen.pipeline > 1 else {},
     }
-    sections = [ToolSection(name=name, settings=settings) for name, settings in own.items()]
-    return {"deepspeed.json": [one for one in sections if one.settings]}
+    return {"deepspeed.json": {name: own for name, own in sections.items() if own}}
 
 
 def _splits_itself(chosen: Arrangement) -> bool:
     """Whether DeepSpeed splits tensors itself; in a pipeline, the user's layers have to."""
     return chosen.tensor > 1 and chosen.pipeline == 1
-
-
-def _deepspeed_pipeline(facts: ToolFacts, mode: Recompute) -> Mapping[str, SettingValue]:
-    return {
-        "stages": facts.arrangement.pipeline,
-        "partition": _partition(facts),
-        "activation_checkpoint_interval": int(mode.runs_again),  # blocks recomputed at once
-    }
 
 
 def _partition(facts: ToolFacts) -> str:

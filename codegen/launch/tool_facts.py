@@ -21,15 +21,9 @@ _PLAIN = str.maketrans({"·": "+", "×": "x"})  # comments of scripts are ASCII
 _SEQUENCE = "seq"  # the name of the axis along a row's positions
 
 
-SettingValue = bool | int | float | str | tuple[tuple[str, ...], ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ToolSection:
-    """Settings that belong together in a tool's file; the name is "" at the top of the file."""
-
-    name: str
-    settings: Mapping[str, SettingValue]
+ToolSettings = Mapping[str, bool | int | float | str | tuple[tuple[str, ...], ...]]
+# A tool's files by name, and their sections by name: "" for settings at the top of a file.
+ToolFiles = Mapping[str, Mapping[str, ToolSettings]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

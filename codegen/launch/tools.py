@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
+from typing import Any
 
 from autopar.codegen.launch.sharding_tools import (
+    accelerate_files,
     accelerate_notes,
-    accelerate_sections,
+    deepspeed_files,
     deepspeed_instead,
     deepspeed_notes,
-    deepspeed_sections,
     sharded_instead,
+    transformers_files,
     transformers_notes,
-    transformers_sections,
 )
 from autopar.codegen.launch.tool_facts import (
     BlockStage,
-    SettingValue,
     ToolFacts,
-    ToolSection,
+    ToolFiles,
+    ToolSettings,
     half_flags,
     price,
     some,
@@ -29,7 +30,7 @@ from autopar.codegen.launch.tool_facts import (
 from autopar.codegen.launch.views import LaunchFile, rendered
 from autopar.planner.costs.prediction import Arrangement, Recompute
 from autopar.planner.costs.schedules.table import ScheduleKind
-from autopar.planner.precision import Compression, Float8, Precision
+from autopar.planner.precision import Compression, Float8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +39,7 @@ class ToolView:
 
     title: str
     notes: tuple[str, ...]
-    sections: tuple[ToolSection, ...]
+    sections: Mapping[str, ToolSettings]
     recompute: str  # the mode of all blocks
 
 
@@ -51,8 +52,8 @@ class Tool:
     """
 
     name: str
-    sections: Callable[[ToolFacts, Recompute], Mapping[str, Sequence[ToolSection]]]
-    schedules: Mapping[ScheduleKind, str]
+    files: Callable[[ToolFacts, Recompute], ToolFiles]
+    schedules: Collection[ScheduleKind]
     notes: Callable[[ToolFacts], Iterator[str]]
     selective: str  # how its selective mode differs from the plan's, in words
     compiles: bool
@@ -69,8 +70,8 @@ def tool_files(tool: str, facts: ToolFacts) -> tuple[tuple[LaunchFile, ...], tup
     mode = _mode(facts)
     notes = (*changes, *row.notes(facts), *_notes(row, facts, mode))
     views = {
-        name: ToolView(title=facts.title, notes=notes, sections=tuple(made), recompute=mode.value)
-        for name, made in row.sections(facts, mode).items()
+        name: ToolView(title=facts.title, notes=notes, sections=sections, recompute=mode.value)
+        for name, sections in row.files(facts, mode).items()
     }
     return rendered(views), notes
 
@@ -137,10 +138,8 @@ def _tensor_notes(tool: Tool, facts: ToolFacts) -> Iterator[str]:
         )
 
 
-def _nearest_schedule(chosen: Arrangement, known: Mapping[ScheduleKind, str]) -> ScheduleKind:
-    """Return the plan's schedule if a tool has it; else 1F1B, or interleaved 1F1B."""
-    if chosen.schedule in known:
-        return chosen.schedule
+def _nearest_schedule(chosen: Arrangement, known: Collection[ScheduleKind]) -> ScheduleKind:
+    """Return the schedule that a tool has in place of one that it lacks."""
     several = chosen.stages_per_rank > 1 and ScheduleKind.INTERLEAVED_1F1B in known
     return ScheduleKind.INTERLEAVED_1F1B if several else ScheduleKind.ONE_F_ONE_B
 
@@ -154,55 +153,59 @@ _TORCH_SCHEDULES: Mapping[ScheduleKind, str] = MappingProxyType(
         ScheduleKind.ZERO_BUBBLE_V: "ZBVZeroBubble",
     }
 )
-_TITAN_CONFIG, _TITAN_TOML = "torchtitan_plan.py", "torchtitan.toml"
 
 
-def _titan_sections(facts: ToolFacts, mode: Recompute) -> Mapping[str, Sequence[ToolSection]]:
+def _titan_files(facts: ToolFacts, mode: Recompute) -> ToolFiles:
     """Return torchtitan's settings: TOML until release 0.2, Python from 0.3 on."""
     chosen = facts.arrangement
-    batch = _titan_batch(chosen)
-    enabled = {"enable": chosen.compile.takes_layers}
-    compiling = ToolSection(name="compile", settings=enabled)
+    passes = chosen.microbatches if chosen.pipeline > 1 else 1
+    batch: ToolSettings = {
+        "local_batch_size": chosen.microbatch * passes,
+        "global_batch_size": chosen.microbatch * chosen.microbatches * chosen.data,
+        # without loss scaling, torchtitan has no fp16
+        "mixed_precision_param": (
+            "float32" if chosen.precision.scales_loss else chosen.precision.torch_name
+        ),
+    }
+    sequence = {"enable_sequence_parallel": facts.splits_sequence} if chosen.tensor > 1 else {}
     no_graphs = {"disable_cuda_graphs": True} if chosen.pipeline > 1 else {}  # or 0.3 refuses
+    by_op = {"selective_ac_option": "op"} if mode.saved_ops is not None else {}
+    compiling = {"enable": chosen.compile.takes_layers}
     return {
-        _TITAN_CONFIG: (
-            _titan_degrees(facts, "lm_head", _titan_sequence(facts)),
-            ToolSection(name="training", settings={**batch, **no_graphs}),
-            compiling,
-        ),
-        _TITAN_TOML: (
-            _titan_degrees(facts, "output", {}),
-            ToolSection(name="training", settings=batch),
-            compiling,
-            ToolSection(name="activation_checkpoint", settings=_titan_recompute(mode)),
-        ),
+        "torchtitan_plan.py": {
+            "parallelism": {**_titan_degrees(facts, "lm_head"), **sequence},
+            "training": {**batch, **no_graphs},
+            "compile": compiling,
+        },
+        "torchtitan.toml": {
+            "parallelism": _titan_degrees(facts, "output"),
+            "training": batch,
+            "compile": compiling,
+            "activation_checkpoint": {"mode": mode.value, **by_op},
+        },
     }
 
 
-def _titan_degrees(facts: ToolFacts, head: str, more: Mapping[str, SettingValue]) -> ToolSection:
-    chosen = facts.arrangement
-    degrees: dict[str, SettingValue] = {
+def _titan_degrees(facts: ToolFacts, head: str) -> ToolSettings:
+    """Return the degrees; `head` is the name of the model's last module."""
+    chosen, stage = facts.arrangement, dict[str, Any]()
+    is_always = chosen.zero.divides_parameters
+    sharding = {"fsdp_reshard_after_forward": "always" if is_always else "never"}
+    if chosen.pipeline > 1:
+        stage = {
+            "pipeline_parallel_schedule": _TORCH_SCHEDULES[chosen.schedule],
+            "pipeline_parallel_microbatch_size": chosen.microbatch,
+            "module_fqns_per_model_part": tuple(_titan_parts(facts.stages, head)),
+        }
+    return {
         "data_parallel_replicate_degree": facts.replicas,
         "data_parallel_shard_degree": facts.shard,
         "tensor_parallel_degree": chosen.tensor,
         "context_parallel_degree": 1,
         "pipeline_parallel_degree": chosen.pipeline,
+        **(sharding if facts.shard > 1 else {}),
+        **stage,
     }
-    if facts.shard > 1:
-        is_always = chosen.zero.divides_parameters
-        degrees["fsdp_reshard_after_forward"] = "always" if is_always else "never"
-    if chosen.pipeline > 1:
-        degrees["pipeline_parallel_schedule"] = _TORCH_SCHEDULES[chosen.schedule]
-        degrees["pipeline_parallel_microbatch_size"] = chosen.microbatch
-        degrees["module_fqns_per_model_part"] = tuple(_titan_parts(facts.stages, head))
-    return ToolSection(name="parallelism", settings={**degrees, **more})
-
-
-def _titan_sequence(facts: ToolFacts) -> Mapping[str, SettingValue]:
-    """Return the setting that tells whether tensor ranks divide the sequence between blocks."""
-    if facts.arrangement.tensor == 1:
-        return {}
-    return {"enable_sequence_parallel": facts.splits_sequence}
 
 
 def _titan_parts(stages: Sequence[BlockStage], head: str) -> Iterator[tuple[str, ...]]:
@@ -222,26 +225,6 @@ def _titan_parts(stages: Sequence[BlockStage], head: str) -> Iterator[tuple[str,
         )
 
 
-def _titan_batch(chosen: Arrangement) -> Mapping[str, SettingValue]:
-    """Return the rows of a step; a local batch is one microbatch, or in a pipeline all of them."""
-    passes = chosen.microbatches if chosen.pipeline > 1 else 1
-    return {
-        "local_batch_size": chosen.microbatch * passes,
-        "global_batch_size": chosen.microbatch * chosen.microbatches * chosen.data,
-        "mixed_precision_param": _titan_precision(chosen.precision),
-    }
-
-
-def _titan_precision(precision: Precision) -> str:
-    """Return the dtype in which torchtitan computes; without loss scaling, it has no fp16."""
-    return "float32" if precision.scales_loss else precision.torch_name
-
-
-def _titan_recompute(mode: Recompute) -> Mapping[str, SettingValue]:
-    by_op: dict[str, SettingValue] = {"selective_ac_option": "op"}
-    return {"mode": mode.value, **(by_op if mode.saved_ops is not None else {})}
-
-
 def _titan_notes(facts: ToolFacts) -> Iterator[str]:
     chosen = facts.arrangement
     if chosen.zero.gathers_updated and facts.shard > 1:
@@ -257,16 +240,14 @@ def _titan_notes(facts: ToolFacts) -> Iterator[str]:
         yield f"torchtitan has no {chosen.precision.value}; the nearest is float32"
 
 
-_MEGATRON_SCHEDULES: Mapping[ScheduleKind, str] = MappingProxyType(
-    {ScheduleKind.ONE_F_ONE_B: "1F1B", ScheduleKind.INTERLEAVED_1F1B: "interleaved 1F1B"}
-)
 _FULLY_SHARDED = MappingProxyType({2: "optim_grads", 3: "optim_grads_params"})  # by ZeRO level
 
 
-def _megatron_sections(facts: ToolFacts, mode: Recompute) -> Mapping[str, Sequence[ToolSection]]:
+def _megatron_files(facts: ToolFacts, mode: Recompute) -> ToolFiles:
     """Return Megatron-LM's flags; a flag without a value is True here."""
     chosen = facts.arrangement
-    flags: dict[str, SettingValue] = {
+    layout = {"pipeline-model-parallel-layout": "|".join(_megatron_parts(facts.stages))}
+    flags: ToolSettings = {
         "tensor-model-parallel-size": chosen.tensor,
         "pipeline-model-parallel-size": chosen.pipeline,
         "micro-batch-size": chosen.microbatch,
@@ -275,16 +256,12 @@ def _megatron_sections(facts: ToolFacts, mode: Recompute) -> Mapping[str, Sequen
         **half_flags(chosen.precision),
         "grad-reduce-in-bf16": chosen.compression is Compression.HALF,
         "overlap-grad-reduce": chosen.data > 1,
+        **(layout if chosen.pipeline > 1 else {}),
+        **_megatron_sharding(facts),
+        **_megatron_recompute(facts, mode),
     }
-    if chosen.pipeline > 1:
-        flags["pipeline-model-parallel-layout"] = "|".join(_megatron_parts(facts.stages))
-    flags.update(_megatron_sharding(facts))
-    flags.update(_megatron_recompute(facts, mode))
-    return {"megatron.sh": (ToolSection(name="", settings=_present(flags)),)}
-
-
-def _present(flags: Mapping[str, SettingValue]) -> Mapping[str, SettingValue]:
-    return {name: value for name, value in flags.items() if value is not False}
+    given = {name: value for name, value in flags.items() if value is not False}
+    return {"megatron.sh": {"": given}}
 
 
 def _megatron_parts(stages: Sequence[BlockStage]) -> Iterator[str]:
@@ -295,22 +272,23 @@ def _megatron_parts(stages: Sequence[BlockStage]) -> Iterator[str]:
         yield f"{'E' * (place == 0)}{blocks}{'L' * (place == len(stages) - 1)}"
 
 
-def _megatron_sharding(facts: ToolFacts) -> Mapping[str, SettingValue]:
-    chosen = facts.arrangement
+def _megatron_sharding(facts: ToolFacts) -> ToolSettings:
+    zero = facts.arrangement.zero
     if facts.shard == 1:
         return {}
-    flags: dict[str, SettingValue] = {"use-distributed-optimizer": True}
-    if chosen.zero.shards_modules:
-        flags["use-megatron-fsdp"] = True
-        flags["data-parallel-sharding-strategy"] = _FULLY_SHARDED[chosen.zero.value]
-    else:
-        flags["overlap-param-gather"] = True
-    if facts.replicas > 1:
-        flags["num-distributed-optimizer-instances"] = facts.replicas
-    return flags
+    fsdp: ToolSettings = {
+        "use-megatron-fsdp": True,
+        "data-parallel-sharding-strategy": _FULLY_SHARDED.get(zero.value, ""),
+    }
+    copies = {"num-distributed-optimizer-instances": facts.replicas}
+    return {
+        "use-distributed-optimizer": True,
+        **(fsdp if zero.shards_modules else {"overlap-param-gather": True}),
+        **(copies if facts.replicas > 1 else {}),
+    }
 
 
-def _megatron_recompute(facts: ToolFacts, mode: Recompute) -> Mapping[str, SettingValue]:
+def _megatron_recompute(facts: ToolFacts, mode: Recompute) -> ToolSettings:
     """Return the flags of the mode; "block" recomputes equally many blocks in each stage."""
     if not mode.runs_again:
         return {}
@@ -318,10 +296,9 @@ def _megatron_recompute(facts: ToolFacts, mode: Recompute) -> Mapping[str, Setti
         return {"recompute-granularity": "selective"}
     most = max(stage.modes.count(mode) for stage in facts.stages)  # blocks of any stage
     is_all = all(one is mode for one in facts.modes)
-    method = "uniform" if is_all else "block"
     return {
         "recompute-granularity": "full",
-        "recompute-method": method,
+        "recompute-method": "uniform" if is_all else "block",
         "recompute-num-layers": 1 if is_all else most,
     }
 
@@ -352,7 +329,7 @@ TOOLS: Mapping[str, Tool] = MappingProxyType(
     {
         "torchtitan": Tool(
             name="torchtitan",
-            sections=_titan_sections,
+            files=_titan_files,
             schedules=_TORCH_SCHEDULES,
             notes=_titan_notes,
             selective="torchtitan recomputes every second product: less memory, slower",
@@ -360,8 +337,8 @@ TOOLS: Mapping[str, Tool] = MappingProxyType(
         ),
         "megatron": Tool(
             name="Megatron",
-            sections=_megatron_sections,
-            schedules=_MEGATRON_SCHEDULES,
+            files=_megatron_files,
+            schedules=(ScheduleKind.ONE_F_ONE_B, ScheduleKind.INTERLEAVED_1F1B),
             notes=_megatron_notes,
             selective="Megatron recomputes only the core of attention: more memory, faster",
             compiles=False,
@@ -370,8 +347,8 @@ TOOLS: Mapping[str, Tool] = MappingProxyType(
         ),
         "accelerate": Tool(
             name="accelerate",
-            sections=accelerate_sections,
-            schedules={},
+            files=accelerate_files,
+            schedules=(),
             notes=accelerate_notes,
             selective="accelerate saves none: slower, less memory",
             compiles=False,
@@ -379,8 +356,8 @@ TOOLS: Mapping[str, Tool] = MappingProxyType(
         ),
         "transformers": Tool(
             name="transformers",
-            sections=transformers_sections,
-            schedules={},
+            files=transformers_files,
+            schedules=(),
             notes=transformers_notes,
             selective="transformers saves none: slower, less memory",
             compiles=True,
@@ -388,8 +365,8 @@ TOOLS: Mapping[str, Tool] = MappingProxyType(
         ),
         "deepspeed": Tool(
             name="DeepSpeed",
-            sections=deepspeed_sections,
-            schedules={ScheduleKind.ONE_F_ONE_B: "1F1B"},
+            files=deepspeed_files,
+            schedules=(ScheduleKind.ONE_F_ONE_B,),
             notes=deepspeed_notes,
             selective="DeepSpeed saves none: slower, less memory",
             compiles=True,

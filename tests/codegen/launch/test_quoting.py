@@ -10,8 +10,7 @@ import subprocess
 import pytest
 import yaml as pyyaml
 
-from autopar.codegen.launch import settings as quoting
-from autopar.codegen.launch.settings import KEYS, LaunchSettings, read_settings
+from autopar.codegen.launch.settings import KEYS, QUOTING, LaunchSettings, read_settings
 from autopar.planner.errors import InputError
 
 HOSTILE = (
@@ -67,7 +66,7 @@ def test_there_are_forty_tries() -> None:
 @pytest.mark.parametrize("text", HOSTILE)
 def test_a_shell_reads_back_the_text(text: str) -> None:
     try:
-        quoted = quoting.shell(text)
+        quoted = QUOTING["shell"](text)
     except InputError:
         assert not text.isprintable() or len(text) > 4096
         return
@@ -81,20 +80,20 @@ def test_a_shell_reads_back_the_text(text: str) -> None:
 @pytest.mark.parametrize("text", HOSTILE)
 def test_yaml_reads_back_the_text(text: str) -> None:
     try:
-        quoted = quoting.yaml(text)
+        quoted = QUOTING["yaml"](text)
     except InputError:
         assert not text.isprintable() or len(text) > 4096
         return
     assert pyyaml.safe_load(f"before: {quoted}\nafter: 1") == {"before": text, "after": 1}
     assert pyyaml.safe_load(f"{quoted}: 1") == {text: 1}
-    assert pyyaml.safe_load(quoting.pod_argument(text)).replace("$$(", "$(") == text
-    assert not re.search(r"(?<!\$)\$\(", quoting.pod_argument(text))
+    assert pyyaml.safe_load(QUOTING["pod_argument"](text)).replace("$$(", "$(") == text
+    assert not re.search(r"(?<!\$)\$\(", QUOTING["pod_argument"](text))
 
 
 @pytest.mark.parametrize("text", HOSTILE)
 def test_lines_without_quotes_have_harmless_words_alone(text: str) -> None:
     harmless = {"", "yes", "null", "1e3", "0x10", ".."}
-    for quote, wrapped in ((quoting.directive, f"--partition={text}"), (quoting.image, text)):
+    for quote, wrapped in ((QUOTING["directive"], f"--partition={text}"), (QUOTING["image"], text)):
         try:
             quoted = quote(wrapped)
         except InputError:
@@ -102,7 +101,7 @@ def test_lines_without_quotes_have_harmless_words_alone(text: str) -> None:
         assert quoted == wrapped
         assert text in harmless or text in ("-rf", "../../etc/passwd")
     try:
-        assert json.loads(quoting.copied([text])) == [text]
+        assert json.loads(QUOTING["copied"]([text])) == [text]
     except InputError:
         return
     assert not set(text) & set("$*?[ \"'\n")
@@ -111,7 +110,7 @@ def test_lines_without_quotes_have_harmless_words_alone(text: str) -> None:
 @pytest.mark.parametrize("text", HOSTILE)
 def test_a_dockerfiles_command_reads_back_the_text(text: str) -> None:
     try:
-        quoted = quoting.command(["torchrun", text])
+        quoted = QUOTING["command"](["torchrun", text])
     except InputError:
         assert not text.isprintable() or len(text) > 4096
         return

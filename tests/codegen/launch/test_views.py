@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from autopar.codegen.launch.settings import read_settings
-from autopar.codegen.launch.views import TARGETS, Content, job_name, job_of, launch_files
+from autopar.codegen.launch.views import TARGETS, Content, job_of, launch_files
 from autopar.planner.errors import InputError
 from autopar.planner.plan.plan import StoredPlan
 from tests.codegen.launch.test_quoting import HOSTILE
@@ -36,8 +36,10 @@ def files(
 ) -> dict[str, str]:
     """Return the texts of a job's files."""
     settings, one = read_settings(target, given), of or plan()
-    job = job_of(one, job_name(one, settings), tuple(words), metrics="metrics.jsonl")
-    return {one.name: one.text for one in launch_files(target, job, settings, CONTENT)}
+    job = job_of(
+        one, target, settings, content=CONTENT, arguments=tuple(words), metrics="metrics.jsonl"
+    )
+    return {one.name: one.text for one in launch_files(job)}
 
 
 def is_shell(text: str) -> bool:
