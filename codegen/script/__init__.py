@@ -6,7 +6,7 @@ This file has the views. Each part of a script has a view and a template.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from autopar.codegen.text.values import Source, identifier, remark
 
@@ -38,15 +38,29 @@ class HeadView:
     plan: Source
     model_source: Source  # the model's files, and their digest
     classes: Source  # opened modules, stages, and a split loss
-    tables: Source  # data that refers to those classes
 
 
-@dataclass(frozen=True, slots=True)
-class Recomputation:
-    """A table of layers with one recompute mode, and what the script does with each."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptTables:
+    """The constants after the classes, in the script's order; an unneeded one is empty."""
 
-    table: str
-    call: Source
+    own_rows: Source  # keys of the batch
+    classes: Source  # printed classes, which replace those of modules
+    splits: Source  # of parameters
+    replicated: Source  # parameters whose gradients tensor ranks add up
+    writing: Source  # layers that write to memory that other code reads
+    layers: Source  # what else the plan does with layers
+    unread: Source  # parameters that the loss does not depend on
+    once: Source  # buffers that are written once a step, not in each microbatch
+    half_buffers: Source
+    stages: Source
+    ties: Source  # trainable parameters that several stages share
+
+    @property
+    def text(self) -> Source:
+        """All tables."""
+        values = (getattr(self, one.name) for one in fields(self))
+        return Source("\n".join(filter(None, values)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,15 +69,9 @@ class BuildView:
 
     is_pipelined: bool
     built: str  # the variable that is wrapped: the model, or a part of it
-    has_ties: bool
-    has_splits: bool
-    has_classes: bool  # printed classes, which replace those of modules
-    has_unread: bool  # parameters that the loss does not depend on
-    has_writing: bool  # layers that write to memory that other code reads
-    has_steady: bool  # buffers that are written once a step, not in each microbatch
     float8: Source  # the call that lets linear layers multiply in float8, or ""
     compiling: Source  # the call that compiles layers with torch.compile, or ""
-    recomputations: tuple[Recomputation, ...]
+    recomputations: tuple[Source, ...]  # the calls that recompute layers, or save on the host
     wrapping: Source
 
 
@@ -82,8 +90,6 @@ class StepView:
     scales_loss: bool  # fp16
     scaling: Source  # of a pipeline's losses
     parts: Source  # the rank's modules
-    has_replicated: bool
-    has_ties: bool
     clipping: Source
 
 
@@ -120,6 +126,7 @@ class TrainingView:
 class ScriptView:
     """The parts of a script from top to bottom; parts that a plan does not need are empty."""
 
+    tables: ScriptTables
     head: HeadView
     build: BuildView
     step: StepView

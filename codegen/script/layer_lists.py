@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import takewhile
 from types import MappingProxyType
 
 from autopar.codegen.forward.classes import CROSSING
 from autopar.codegen.forward.opened import CrossingTensor, OpenedSource, StageClass
-from autopar.codegen.script import Recomputation
+from autopar.codegen.forward.reading.modules import LOSS_STAGE
 from autopar.codegen.script.parameter_tables import (
     aliases_of,
     names_with_aliases,
@@ -38,34 +37,28 @@ from autopar.planner.graph.graph import Graph
 from autopar.planner.graph.layouts import LayoutKind
 from autopar.planner.graph.ops import BATCH, MODEL_DTYPE, Extent
 from autopar.planner.layers import LINEAR, compiled_ops, last_products
-from autopar.planner.plan.plan import Plan, PlannedStage
+from autopar.planner.plan.plan import Plan
 from autopar.planner.precision import Float8
 from autopar.planner.programs.layouts.strategies import Parts, parts_of
 from autopar.runtime.model.parts import is_inside
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageTables:
-    """The tables of a pipelined script; `ties` is empty if stages share no trainable weights."""
-
-    stages: Source
-    ties: Source
-
-
-def stage_tables(plan: Plan, opened: OpenedSource, axes: GraphAxes, *, last: str) -> StageTables:
-    """Return the tables of what stages hold and send; `last` names the last stage's class."""
+def stages_table(plan: Plan, opened: OpenedSource, axes: GraphAxes) -> Source:
+    """Return the table of what stages hold and send."""
     holds = stage_holds(plan.graph, opened.stages)
     functions = crossing_names(opened)
     follows = crossings_follow_rows(opened, axes)
     gives: list[Bracketed | str] = [
-        functions.get(stage.crossing) or _gives(stage, plan, axes, follows_rows=follows)
+        functions.get(stage.crossing)
+        or tuple_of(*(_crossing(one, plan, axes, follows_rows=follows) for one in stage.gives))
         for stage in opened.stages
     ]
     are_alike = len(set(gives[:-1])) == 1 and not functions
     rows = []
     for number, stage in enumerate(opened.stages):
-        kind = last if stage is opened.stages[-1] else stage.cls.name
+        adds_loss = stage is opened.stages[-1] and not stage.returns_loss
         held = numbered_tuple(outermost(holds[number], names_with_aliases(plan.graph)))
+        kind = LOSS_STAGE if adds_loss else stage.cls.name
         arguments: list[str | Bracketed] = [identifier(kind), held]
         if stage.gives:
             arguments.append("CROSSING" if are_alike else gives[number])
@@ -77,7 +70,7 @@ def stage_tables(plan: Plan, opened: OpenedSource, axes: GraphAxes, *, last: str
         assert isinstance(gives[0], Bracketed)
         crossing = assigned("CROSSING", gives[0], "the tensors that each stage sends to the next")
         stages = Source(f"{crossing}\n{stages}")
-    return StageTables(stages=stages, ties=_ties(plan, holds))
+    return stages
 
 
 def crossing_names(opened: OpenedSource) -> dict[str, Source]:
@@ -86,10 +79,6 @@ def crossing_names(opened: OpenedSource) -> dict[str, Source]:
     if len(sources) == 1:
         return {sources[0]: Source(CROSSING)}
     return {source: Source(f"{CROSSING}{n}") for n, source in enumerate(sources, start=1)}
-
-
-def _gives(stage: StageClass, plan: Plan, axes: GraphAxes, *, follows_rows: bool) -> Bracketed:
-    return tuple_of(*(_crossing(one, plan, axes, follows_rows=follows_rows) for one in stage.gives))
 
 
 def stage_holds(graph: Graph, stages: Sequence[StageClass]) -> tuple[frozenset[str], ...]:
@@ -175,12 +164,14 @@ def _planned_size(extent: Extent, *, microbatch: int) -> str:
     return "MICROBATCH" if extent == BATCH else literal(extent.at(microbatch))
 
 
-def _ties(plan: Plan, holds: Sequence[frozenset[str]]) -> Source:
+def ties_table(plan: Plan, opened: OpenedSource) -> Source:
     """Return the trainable parameters that several stages hold, with their pipeline ranks."""
     learning = learning_parameters(plan.graph)
+    stages = sorted(plan.stages, key=lambda stage: stage.first)
+    holds = stage_holds(plan.graph, opened.stages)
     rows = []
     for name, names in aliases_of(plan.graph).items():
-        ranks = [s.rank for s, held in zip(_in_order(plan), holds, strict=True) if name in held]
+        ranks = [s.rank for s, held in zip(stages, holds, strict=True) if name in held]
         if len(ranks) > 1 and name in learning:
             shared = literal(tuple(sorted(set(ranks))))
             rows.append(call("Tie", tuple_of(*map(literal, names)), shared))
@@ -188,31 +179,21 @@ def _ties(plan: Plan, holds: Sequence[frozenset[str]]) -> Source:
     return assigned("TIES", tuple_of(*rows), meaning) if rows else Source()
 
 
-def _in_order(plan: Plan) -> Sequence[PlannedStage]:
-    return sorted(plan.stages, key=lambda stage: stage.first)
-
-
-def layer_lists(plan: Plan, subject: PlannedSubject, *, writing: Sequence[str]) -> Source:
-    """Return the script's lists of layers, named WRITING, LAYERS, COMPILED or by recompute mode."""
+def layer_lists(plan: Plan, subject: PlannedSubject) -> Source:
+    """Return the script's lists of layers, named LAYERS, COMPILED or by recompute mode."""
     paths = _paths(subject)
     modes = plan.layer_modes
     _check_recomputed(subject, paths, modes)
     found = []
-    if writing:
-        found.append(_listed("WRITING", writing))
     if plan.arrangement.zero.shards_modules:
         found.append(_listed("LAYERS", _gathered_alone(subject, paths), "gathered one by one"))
     if plan.arrangement.compile.takes_layers:
         found.append(
             _listed("COMPILED", compiled_layers(plan, subject), "each compiled by torch.compile")
         )
-    for one in recomputations(plan, "model"):
-        found.append(
-            _listed(
-                one.table,
-                [p for p, mode in zip(paths, modes, strict=True) if p and one.table in mode.tables],
-            )
-        )
+    for name in _used_tables(plan):
+        own = [p for p, mode in zip(paths, modes, strict=True) if p and name in mode.tables]
+        found.append(_listed(name, own))
     return Source("\n".join(found))
 
 
@@ -226,22 +207,27 @@ def compiled_layers(plan: Plan, subject: PlannedSubject) -> list[str]:
     ]
 
 
-def compile_call(plan: Plan, subject: PlannedSubject, part: str) -> Source:
-    """Return the call that compiles layers of `part`, or "" if none are compiled."""
+def built_part(plan: Plan) -> str:
+    """Return the script's variable for what a rank wraps: the model, or a part of it."""
+    return "part" if plan.arrangement.pipeline > 1 else "model"
+
+
+def compile_call(plan: Plan, subject: PlannedSubject) -> Source:
+    """Return the call that compiles layers, or "" if none are compiled."""
     if not plan.arrangement.compile.takes_layers:
         return Source()
     varies = subject.file.build_collate is not None  # a batch is as long as its longest row
     more = ", lengths_vary=True" * varies
     more += ", fusing=mesh.tensor" * plan.arrangement.compile.fuses_messages
-    return Source(f"compile_layers({part}, COMPILED{more})")
+    return Source(f"compile_layers({built_part(plan)}, COMPILED{more})")
 
 
-def float8_call(plan: Plan, subject: PlannedSubject, part: str) -> Source:
-    """Return the call that lets linear layers of `part` multiply in float8, or "" if none do."""
+def float8_call(plan: Plan, subject: PlannedSubject) -> Source:
+    """Return the call that lets linear layers multiply in float8, or "" if none do."""
     float8 = plan.arrangement.float8
     if float8 is Float8.NONE:
         return Source()
-    given = [part, "COMPILED", literal(float8.value)]
+    given = [built_part(plan), "COMPILED", literal(float8.value)]
     if heads := heads_in(compiled_layers(plan, subject), subject):
         given.append(f"excluding={literal(heads)}")
     return Source(call("use_float8", *given).laid_out(before=4, indent=4))
@@ -281,25 +267,24 @@ CALLS: Mapping[str, str] = MappingProxyType(
 )
 
 
-def recomputations(plan: Plan, part: str) -> tuple[Recomputation, ...]:
-    """Return the script's tables of layers of `part` that the plan's modes have."""
+def _used_tables(plan: Plan) -> list[str]:
+    """Return the constants in `CALLS` that the script has for the plan's modes."""
     used = {table for mode in plan.layer_modes for table in mode.tables}
-    return tuple(
-        Recomputation(table, _call_of_table(made, f"submodules({part}, {table})"))
-        for table, made in CALLS.items()
-        if table in used
-    )
+    return [table for table in CALLS if table in used]
 
 
-def _call_of_table(made: str, layers: str) -> Source:
-    """Return the call with all layers of a table, or a loop that makes it with each layer."""
-    if "layers" in made:
-        return Source(made.replace("layers", layers))
-    return Source(f"for layer in {layers}:\n        {made}")
+def recomputations(plan: Plan) -> Iterator[Source]:
+    """Yield each call with all layers of a table, or a loop that makes it with each layer."""
+    for name in _used_tables(plan):
+        made, layers = CALLS[name], f"submodules({built_part(plan)}, {name})"
+        if "layers" in made:
+            yield Source(made.replace("layers", layers))
+        else:
+            yield Source(f"for layer in {layers}:\n        {made}")
 
 
-def writing_layers(plan: Plan, subject: PlannedSubject) -> list[str]:
-    """Return the gathered or recomputed layers that write to memory which other code reads."""
+def writing_list(plan: Plan, subject: PlannedSubject) -> Source:
+    """Return the list of gathered or recomputed layers that write to memory read by other code."""
     units = plan.arrangement.zero.shards_modules
     calls = {
         layer.call: path
@@ -309,7 +294,8 @@ def writing_layers(plan: Plan, subject: PlannedSubject) -> list[str]:
         if path and (units or mode.runs_again)
     }
     writing = writing_calls(subject.graph, calls)
-    return [path for call, path in calls.items() if call in writing]
+    found = [path for call, path in calls.items() if call in writing]
+    return _listed("WRITING", found) if found else Source()
 
 
 def _paths(subject: PlannedSubject) -> list[str]:

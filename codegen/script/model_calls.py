@@ -210,22 +210,23 @@ def reading(plan: Plan, subject: PlannedSubject) -> Source:
         arguments += ["dataset=dataset", "skip=keeper.rows", *_fewer_rows(plan, subject)]
     if subject.file.build_collate is not None:
         arguments.append("new_collate=new_collate")
-    arguments += _reading_weights(plan, subject.opened)
-    if subject.opened.own_rows:
-        arguments += ["rows_over=mesh.tensor", "own=OWN_ROWS"]
+    arguments += _counting(subject.opened) or ["sums_rows=True"] * sums_rows(plan)
+    arguments += _own_rows(subject.opened)
     if images(plan, subject):
         arguments.append("channels_last=IMAGES")
     return Source(call("read_batches", *arguments).laid_out(before=11, indent=4))
 
 
-def _reading_weights(plan: Plan, opened: OpenedSource) -> Iterator[str]:
-    """Yield arguments of `read_batches` about the weights of microbatches."""
-    if opened.valid_targets is not None:
-        yield f"{'terms' if opened.weighs_terms else 'targets'}=valid_targets"
-        if opened.divisor is not None:
-            yield f"divisor={DIVISOR}"
-    elif sums_rows(plan):
-        yield "sums_rows=True"
+def _counting(opened: OpenedSource) -> list[str]:
+    """Return the arguments with the functions that count targets, if the loss needs them."""
+    found = [f"{'terms' if opened.weighs_terms else 'targets'}=valid_targets"]
+    found += [f"divisor={DIVISOR}"] * (opened.divisor is not None)
+    return found if opened.valid_targets is not None else []
+
+
+def _own_rows(opened: OpenedSource) -> list[str]:
+    """Return the arguments that give each tensor rank only its own rows, if it needs no others."""
+    return ["rows_over=mesh.tensor", "own=OWN_ROWS"] if opened.own_rows else []
 
 
 def waits_for_last(arrangement: Arrangement) -> Source:
@@ -281,19 +282,18 @@ def _is_of_planned_rows(plan: Plan, subject: PlannedSubject) -> bool:
 
 def evaluation(plan: Plan, subject: PlannedSubject) -> Source:
     """Return the call that sets up evaluation: loss, rows, and weights of microbatches."""
-    made = call(
-        "Evaluation", *_model(plan, subject), _rows(plan, subject), *_weighing(plan, subject)
-    )
+    given = (_losses(plan, subject), rank_modules(plan), _rows(plan, subject))
+    made = call("Evaluation", *given, *_weighing(plan, subject))
     return Source(made.laid_out(before=17, indent=4))
 
 
 def first_step(plan: Plan, subject: PlannedSubject) -> Source:
     """Return the call that compares the loss of the first microbatch with plain PyTorch's."""
-    arguments = ["data", *_model(plan, subject), "plain", "options", "mesh"]
+    arguments = ["data", _losses(plan, subject), rank_modules(plan), "plain", "options", "mesh"]
     if subject.opened.weighs_terms:
         arguments.append("terms=valid_targets")
     if subject.opened.own_rows:
-        arguments += ["rows_over=mesh.tensor", "own=OWN_ROWS", "rows=MICROBATCH"]
+        arguments += [*_own_rows(subject.opened), "rows=MICROBATCH"]
     return Source(call("check_first_step", *arguments).laid_out(before=15, indent=8))
 
 
@@ -335,15 +335,17 @@ def absent_notes(subject: PlannedSubject) -> Iterator[str]:
         )
 
 
-def _model(plan: Plan, subject: PlannedSubject) -> tuple[str, str]:
-    """Return two expressions: a function for microbatches' losses, and the rank's modules."""
-    is_pipelined = plan.arrangement.pipeline > 1
+def rank_modules(plan: Plan) -> Source:
+    """Return the list of the rank's modules."""
+    return Source("model.parts" if plan.arrangement.pipeline > 1 else "[model]")
+
+
+def _losses(plan: Plan, subject: PlannedSubject) -> str:
+    """Return the function that computes the losses of microbatches."""
     split = ", tensor=mesh.tensor" if subject.opened.loss is not None else ""
+    is_pipelined = plan.arrangement.pipeline > 1
     losses = "model.losses_of" if is_pipelined else f"one_by_one(partial(loss_of, model{split}))"
-    return (
-        f"with_gradients({losses})" if plan.graph.own_gradients else losses,
-        "model.parts" if is_pipelined else "[model]",
-    )
+    return f"with_gradients({losses})" if plan.graph.own_gradients else losses
 
 
 def _rows(plan: Plan, subject: PlannedSubject) -> Bracketed:
@@ -354,23 +356,18 @@ def _rows(plan: Plan, subject: PlannedSubject) -> Bracketed:
     arguments = ["new_batch", "new_eval_dataset", "options", "mesh", "microbatch=MICROBATCH"]
     if subject.file.build_collate is not None:
         arguments.append("new_collate=new_collate")
-    if subject.opened.own_rows:
-        arguments += ["rows_over=mesh.tensor", "own=OWN_ROWS"]
+    arguments += _own_rows(subject.opened)
     if plan.graph.fixed_batch is not None or meeting_rows(plan.graph) is not None:
         arguments.append("fills=False")
     return call("read_evaluation", *arguments)
 
 
 def _weighing(plan: Plan, subject: PlannedSubject) -> Iterator[str]:
-    opened = subject.opened
-    if opened.valid_targets is not None:
-        yield f"{'terms' if opened.weighs_terms else 'targets'}=valid_targets"
-    if opened.divisor is not None:
-        yield f"divisor={DIVISOR}"
+    yield from _counting(subject.opened)
     if sums_rows(plan):
         yield f"microbatches={parts(plan.arrangement)}"
     if subject.file.metrics is not None:
-        is_split = opened.metrics is not None
+        is_split = subject.opened.metrics is not None
         whole = "partial(whole_metrics, tensor=mesh.tensor)" if is_split else "compute_metrics"
         yield f"metrics={whole}"
 

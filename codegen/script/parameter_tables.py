@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypeVar
 
@@ -177,33 +176,29 @@ def _numbered(name: str) -> tuple[str, int | None]:
     return starred(name)[0], int(found[0])
 
 
-@dataclass(frozen=True, slots=True)
-class ParameterSplit:
-    """Python text that says how a parameter or buffer is cut, and the axis's name."""
-
-    text: str
-    axis: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParameterTables:
-    """The tables SPLITS and REPLICATED of a script; a table that a plan does not need is empty."""
-
-    splits: Source
-    summed: Source
+def splits_table(plan: Plan, axes: GraphAxes) -> Source:
+    """Return the table of split parameters and buffers, with the axis of each as a comment."""
+    splits = dict(_splits(plan, axes)) if plan.arrangement.tensor > 1 else {}
+    if not splits:
+        return Source()
+    found = numbered_rows(patterns(splits, names_with_aliases(plan.graph)))
+    rows = [(*row(names, text), axis) for names, (text, axis) in found]
+    has_parts = any(", " in text for text, _ in splits.values())
+    return table("SPLITS", ("{", "}"), rows, meaning=_WITH_PARTS if has_parts else _SHARDS)
 
 
-def parameter_tables(plan: Plan, axes: GraphAxes) -> ParameterTables:
-    """Return the tables of split parameters, and of whole ones whose gradients are added up."""
-    if plan.arrangement.tensor == 1:
-        return ParameterTables(splits=Source(), summed=Source())
-    known = list(names_with_aliases(plan.graph))
-    splits = dict(_splits(plan, axes))
-    summed = dict.fromkeys(_summed(plan), True)
-    return ParameterTables(
-        splits=_splits_table(patterns(splits, known)) if splits else Source(),
-        summed=_summed_table(patterns(summed, known)) if summed else Source(),
-    )
+_SHARDS = "Split(dim): each tensor rank holds a shard along this dim"
+_WITH_PARTS = "Split(dim, parts); a part is (blocks, elements of a block), and blocks stay whole"
+
+
+def replicated_table(plan: Plan) -> Source:
+    """Return the list of whole parameters whose gradients tensor ranks add up."""
+    summed = dict.fromkeys(_summed(plan) if plan.arrangement.tensor > 1 else (), True)
+    if not summed:
+        return Source()
+    names = (one for one, _ in numbered_rows(patterns(summed, names_with_aliases(plan.graph))))
+    meaning = "each tensor rank has all of these; train_step adds up their gradients over the ranks"
+    return assigned("REPLICATED", tuple_of(*map(unpacked, names)), meaning)
 
 
 def names_with_aliases(graph: Graph) -> Iterator[str]:
@@ -246,7 +241,8 @@ def half_buffers(plan: Plan) -> Source:
     return assigned("HALF_BUFFERS", tuple_of(*map(literal, names)), meaning) if found else Source()
 
 
-def _splits(plan: Plan, axes: GraphAxes) -> Iterator[tuple[str, ParameterSplit]]:
+def _splits(plan: Plan, axes: GraphAxes) -> Iterator[tuple[str, tuple[str, str]]]:
+    """Yield each split parameter's name, the text of its cut, and the name of its axis."""
     aliases = aliases_of(plan.graph)
     for one in plan.parameters:
         layout = one.layout
@@ -255,7 +251,7 @@ def _splits(plan: Plan, axes: GraphAxes) -> Iterator[tuple[str, ParameterSplit]]
             name = axes.names.get(layout.axis, layout.axis)
             text = split_text(layout.dim, parts, degree=plan.arrangement.tensor)
             for alias in aliases[one.name]:
-                yield alias, ParameterSplit(text, name)
+                yield alias, (text, name)
 
 
 def split_text(dim: int, parts: Parts, *, degree: int = 0) -> str:
@@ -279,19 +275,3 @@ def _summed(plan: Plan) -> Iterator[str]:
     for one in plan.parameters:
         if one.layout.kind is LayoutKind.REPLICATED and one.name in learning:
             yield from aliases[one.name]
-
-
-def _splits_table(splits: Mapping[str, ParameterSplit]) -> Source:
-    rows = [(*row(names, split.text), split.axis) for names, split in numbered_rows(splits)]
-    has_parts = any(", " in split.text for split in splits.values())
-    return table("SPLITS", ("{", "}"), rows, meaning=_WITH_PARTS if has_parts else _SHARDS)
-
-
-_SHARDS = "Split(dim): each tensor rank holds a shard along this dim"
-_WITH_PARTS = "Split(dim, parts); a part is (blocks, elements of a block), and blocks stay whole"
-
-
-def _summed_table(summed: Mapping[str, bool]) -> Source:
-    names = (one for one, _ in numbered_rows(summed))
-    meaning = "each tensor rank has all of these; train_step adds up their gradients over the ranks"
-    return assigned("REPLICATED", tuple_of(*map(unpacked, names)), meaning)

@@ -70,7 +70,7 @@ def settings_of(plan: Plan) -> Iterator[ScriptSetting]:
         else "of weights, activations and gradients"
     )
     yield ScriptSetting("DTYPE", literal(precision.torch_name), f"{words}; --dtype")
-    if scales_loss(plan):
+    if precision.scales_loss:
         yield ScriptSetting(
             "LOSS_SCALE", literal(2.0**15), "the first scale; halved when a gradient overflows"
         )
@@ -112,11 +112,6 @@ def evaluating(plan: Plan) -> Iterator[ScriptSetting]:
 def _in_rounds(steps: int, arranged: Arrangement) -> Source:
     """Return a number of steps, rounded up so that an outer step follows the last of them."""
     return literal(steps + -steps % arranged.sync_every)
-
-
-def scales_loss(plan: Plan) -> bool:
-    """Whether the loss is scaled, because gradients would be too small for their dtype."""
-    return plan.arrangement.precision.scales_loss
 
 
 def sums_rows(plan: Plan) -> bool:

@@ -3,30 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
 from pathlib import Path
 
 from autopar.codegen.forward.classes import CROSSING
-from autopar.codegen.forward.opened import OpenedClass, OpenedSource
+from autopar.codegen.forward.opened import OpenedSource
 from autopar.codegen.forward.reading.modules import LOSS_STAGE, Imported
 from autopar.codegen.script import (
     BuildView,
     HeadView,
+    ScriptTables,
     ScriptView,
     StepView,
     TrainingView,
     lines,
 )
 from autopar.codegen.script.layer_lists import (
-    StageTables,
+    built_part,
     compile_call,
     crossing_names,
     float8_call,
     layer_lists,
     own_rows_table,
     recomputations,
-    stage_tables,
-    writing_layers,
+    stages_table,
+    ties_table,
+    writing_list,
 )
 from autopar.codegen.script.model_calls import (
     ModelCalls,
@@ -40,6 +41,7 @@ from autopar.codegen.script.model_calls import (
     outer_call,
     outer_settings,
     plain_model,
+    rank_modules,
     reading,
     seeding,
     waits_for_last,
@@ -49,8 +51,9 @@ from autopar.codegen.script.parameter_tables import (
     half_buffers,
     numbered_rows,
     once,
-    parameter_tables,
     patterns,
+    replicated_table,
+    splits_table,
     unread,
 )
 from autopar.codegen.script.settings_lines import (
@@ -59,7 +62,6 @@ from autopar.codegen.script.settings_lines import (
     has_copies,
     has_own_buckets,
     planned,
-    scales_loss,
     settings_of,
     synchronises_batch_norms,
     units_per_step,
@@ -87,57 +89,32 @@ def script_view(plan: Plan, subject: PlannedSubject, destination: Path) -> Scrip
     )
     tables = _script_tables(plan, subject)
     return ScriptView(
-        head=_head(plan, subject, calls, tables, file_name=destination.name),
+        tables=tables,
+        head=_head(plan, subject, calls, file_name=destination.name),
         build=_build(plan, subject, tables),
         step=_step(plan, subject, calls, tables),
         training=_training(plan, subject, tables),
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScriptTables:
-    """The tables of a script, in its order; those that it does not need are empty."""
-
-    own_rows: Source
-    classes: Source
-    splits: Source
-    replicated: Source
-    layers: Source
-    unread: Source
-    once: Source
-    half_buffers: Source
-    stages: Source
-    ties: Source
-    has_writing: bool
-
-    @property
-    def text(self) -> Source:
-        """All tables."""
-        values = (getattr(self, one.name) for one in fields(self))
-        return Source("\n".join(one for one in values if isinstance(one, str) and one))
-
-
 def _script_tables(plan: Plan, subject: PlannedSubject) -> ScriptTables:
-    parameters, stages = parameter_tables(plan, subject.axes), _stages(plan, subject)
-    writing = writing_layers(plan, subject)
+    opened, is_pipelined = subject.opened, _is_pipelined(plan)
     return ScriptTables(
-        own_rows=own_rows_table(subject.opened),
+        own_rows=own_rows_table(opened),
         classes=_opened_table(plan, subject),
-        splits=parameters.splits,
-        replicated=parameters.summed,
-        layers=layer_lists(plan, subject, writing=writing),
+        splits=splits_table(plan, subject.axes),
+        replicated=replicated_table(plan),
+        writing=writing_list(plan, subject),
+        layers=layer_lists(plan, subject),
         unread=unread(plan),
         once=once(plan),
         half_buffers=half_buffers(plan),
-        stages=stages.stages,
-        ties=stages.ties,
-        has_writing=bool(writing),
+        stages=stages_table(plan, opened, subject.axes) if is_pipelined else Source(),
+        ties=ties_table(plan, opened) if is_pipelined else Source(),
     )
 
 
-def _head(
-    plan: Plan, subject: PlannedSubject, calls: ModelCalls, tables: ScriptTables, *, file_name: str
-) -> HeadView:
+def _head(plan: Plan, subject: PlannedSubject, calls: ModelCalls, *, file_name: str) -> HeadView:
     evaluates = subject.file.build_eval_dataset is not None
     notes = evaluation_notes(subject) if evaluates else ()
     evaluated = evaluating(plan) if evaluates else ()
@@ -149,30 +126,22 @@ def _head(
         plan=lines([*planned(plan), *images(plan, subject)]),
         model_source=model_source(subject.file.path),
         classes=_classes(plan, subject, calls),
-        tables=tables.text,
     )
 
 
 def _build(plan: Plan, subject: PlannedSubject, tables: ScriptTables) -> BuildView:
-    is_pipelined = _is_pipelined(plan)
     return BuildView(
-        is_pipelined=is_pipelined,
-        built="part" if is_pipelined else "model",
-        has_ties=bool(tables.ties),
-        has_splits=bool(tables.splits),
-        has_classes=bool(tables.classes),
-        has_unread=bool(tables.unread),
-        has_writing=tables.has_writing,
-        has_steady=bool(tables.once),
-        float8=float8_call(plan, subject, "part" if is_pipelined else "model"),
-        compiling=compile_call(plan, subject, "part" if is_pipelined else "model"),
-        recomputations=recomputations(plan, "part" if is_pipelined else "model"),
+        is_pipelined=_is_pipelined(plan),
+        built=built_part(plan),
+        float8=float8_call(plan, subject),
+        compiling=compile_call(plan, subject),
+        recomputations=tuple(recomputations(plan)),
         wrapping=_wrapping(plan, tables),
     )
 
 
 def _step(plan: Plan, subject: PlannedSubject, calls: ModelCalls, tables: ScriptTables) -> StepView:
-    opened, scales = subject.opened, scales_loss(plan)
+    opened, scales = subject.opened, plan.arrangement.precision.scales_loss
     splits_loss = opened.loss is not None
     return StepView(
         is_pipelined=_is_pipelined(plan),
@@ -185,9 +154,7 @@ def _step(plan: Plan, subject: PlannedSubject, calls: ModelCalls, tables: Script
         waits_for_last=waits_for_last(plan.arrangement),
         scales_loss=scales,
         scaling=Source(", scale=loss_scale.value" if scales else ""),
-        parts=_parts(plan),
-        has_replicated=bool(tables.replicated),
-        has_ties=bool(tables.ties),
+        parts=rank_modules(plan),
         clipping=_clipping(plan, tables),
     )
 
@@ -203,16 +170,16 @@ def _training(plan: Plan, subject: PlannedSubject, tables: ScriptTables) -> Trai
         weighing=why_weighed(plan, subject.opened),
         reading=reading(plan, subject),
         evaluation=evaluation(plan, subject) if evaluates else Source(),
-        parts=_parts(plan),
+        parts=rank_modules(plan),
         split_argument=Source(", splits=SPLITS" if tables.splits else ""),
         default_optimizer=_default_optimizer(plan),
         optimizer=_optimizer(plan),
-        outer=outer_call(plan, _parts(plan)),
+        outer=outer_call(plan, rank_modules(plan)),
         streams=plan.arrangement.outer_parts > 1,
         scheduler=_scheduler(plan),
         plain_model=plain_model(plan, subject),
         first_step=first_step(plan, subject),
-        scales_loss=scales_loss(plan),
+        scales_loss=plan.arrangement.precision.scales_loss,
         seeding=seeding(plan),
         kept=_kept(plan),
         has_metrics=subject.file.metrics is not None,
@@ -257,22 +224,11 @@ def _returns_loss(opened: OpenedSource) -> bool:
     return bool(opened.stages) and opened.stages[-1].returns_loss
 
 
-def _stages(plan: Plan, subject: PlannedSubject) -> StageTables:
-    if not _is_pipelined(plan):
-        return StageTables(stages=Source(), ties=Source())
-    last = subject.opened.stages[-1]
-    name = last.cls.name if last.returns_loss else LOSS_STAGE
-    return stage_tables(plan, subject.opened, subject.axes, last=name)
-
-
-def _instances(plan: Plan, opened: OpenedSource) -> tuple[OpenedClass, ...]:
-    """Return the classes of the table CLASSES; in a pipeline, STAGES has the root's classes."""
-    roots = () if _is_pipelined(plan) else tuple(stage.cls for stage in opened.stages)
-    return (*opened.classes, *roots)
-
-
 def _opened_table(plan: Plan, subject: PlannedSubject) -> Source:
-    classes = {n: one.name for one in _instances(plan, subject.opened) for n in one.instances}
+    """Return the table CLASSES; in a pipeline, STAGES has the root's classes instead."""
+    roots = () if _is_pipelined(plan) else tuple(stage.cls for stage in subject.opened.stages)
+    printed = (*subject.opened.classes, *roots)
+    classes = {path: one.name for one in printed for path in one.instances}
     if not classes:
         return Source()
     found = numbered_rows(patterns(classes, subject.modules))
@@ -312,8 +268,7 @@ def _loss_stage(last: str, loss: Source, *, has_metrics: bool) -> str:
 
 def _wrap_arguments(plan: Plan) -> Iterator[str]:
     """Yield the arguments of wrap() that this plan needs."""
-    arranged = plan.arrangement
-    part = "part" if _is_pipelined(plan) else "model"
+    arranged, part = plan.arrangement, built_part(plan)
     yield from (part, "mesh", *_zero(arranged), "compute_dtype=dtype")
     if has_own_buckets(arranged):
         yield "bucket_bytes=BUCKET_BYTES"
@@ -349,20 +304,15 @@ def _scheduler(plan: Plan) -> Source:
 def _kept(plan: Plan) -> Source:
     """Return the keeper's arguments: everything that changes during training."""
     scheduler = ", scheduler=scheduler" if _scheduler(plan) else ""
-    scale = ", loss_scale=loss_scale" if scales_loss(plan) else ""
-    return Source(f"{_parts(plan)}, optimizer, recipe{scheduler}{scale}")
+    scale = ", loss_scale=loss_scale" if plan.arrangement.precision.scales_loss else ""
+    return Source(f"{rank_modules(plan)}, optimizer, recipe{scheduler}{scale}")
 
 
 def _clipping(plan: Plan, tables: ScriptTables) -> Source:
     """Return the call that clips gradients."""
     split = ", split=SPLITS" if tables.splits else ""
     tied = ", tied=model.tied.not_owned" if tables.ties else ""
-    return Source(f"clip_by_global_norm({_parts(plan)}, clip, mesh{split}{tied})")
-
-
-def _parts(plan: Plan) -> Source:
-    """Return the rank's modules."""
-    return Source("model.parts" if _is_pipelined(plan) else "[model]")
+    return Source(f"clip_by_global_norm({rank_modules(plan)}, clip, mesh{split}{tied})")
 
 
 def _start(arranged: Arrangement) -> Source:
@@ -381,7 +331,13 @@ def _zero(arranged: Arrangement) -> list[str]:
 
 def _optimizer(plan: Plan) -> Source:
     """Return the call that builds a rank's optimizer."""
-    given = (_parts(plan), "new_optimizer", *_zero(plan.arrangement), "mesh=mesh", "lr=options.lr")
+    given = (
+        rank_modules(plan),
+        "new_optimizer",
+        *_zero(plan.arrangement),
+        "mesh=mesh",
+        "lr=options.lr",
+    )
     return Source(call("build_optimizer", *given).laid_out(before=16, indent=4))
 
 
