@@ -9,18 +9,16 @@ from functools import cached_property
 from autopar.codegen.forward.calls import call_line, function_line, unnamed_function
 from autopar.codegen.forward.local_sizes import local_arguments, result_sizes
 from autopar.codegen.forward.opening import Opening, is_split_random
-from autopar.codegen.forward.ops.arguments import explained, whole_number
-from autopar.codegen.forward.ops.sizes import wanted, whole_sizes
-from autopar.codegen.forward.ops.special_ops import (
+from autopar.codegen.forward.ops.arguments import (
     PrintedPlace,
     base_name,
-    gives_many,
-    printed,
-    split_call,
+    explained,
+    whole_number,
 )
+from autopar.codegen.forward.ops.sizes import wanted, whole_sizes
+from autopar.codegen.forward.ops.special_ops import gives_many, printed, split_call
 from autopar.codegen.forward.ops.table import SPLIT_FUNCTIONS, Function
 from autopar.codegen.forward.reading.forward_source import LOSS
-from autopar.codegen.forward.reading.split import parts_of_dim
 from autopar.codegen.forward.scope import AvailableValues
 from autopar.codegen.text.expressions import (
     Binding,
@@ -113,9 +111,8 @@ def share_of(op: Op, mean: SourceForm, body: AvailableValues) -> SourceForm:
     """
     need = body.split.need(op, 0)
     size = wanted(body.split, op.inputs[0], need)[need.dim]
-    parts = parts_of_dim(size.dim, size.axis)
-    if not size.varies and parts.are_even(body.split.degree, body.split.batch):
-        return binary(mean, "/", SourceForm((*body.axis.parts, ".size")), Binding.PRODUCT)
+    if not size.varies and body.sizes.is_shared_evenly(size.dim, size.axis):
+        return body.sizes.per_rank(mean, "/")
     whole = body.sizes.whole(size.extent, size.other)
     share = binary(body.sizes.local(size), "/", whole, Binding.PRODUCT)
     return binary(mean, "*", share, Binding.PRODUCT)

@@ -30,7 +30,6 @@ from autopar.codegen.forward.reading.split import SplitGraph
 from autopar.codegen.forward.scope import PrintAgainError
 from autopar.codegen.forward.stages import printed_stages
 from autopar.codegen.forward.targets import printed_divisor, valid_targets, weighed_terms
-from autopar.codegen.text.lines import imports_of
 from autopar.planner.errors import InputError
 from autopar.planner.graph.graph import batch_key
 from autopar.planner.graph.ops import GradientUse, refs
@@ -150,7 +149,6 @@ def _open(split: SplitGraph, tree: CallTree, places: dict[str, int], state: _Sta
         valid_targets=counts,
         weighs_terms=bool(split.weighed),
         divisor=divisor,
-        imports=imports_of(sources),
         inlined=opening.inlined,
         functions=tuple(_applied(split, sources)),
         own_rows=tuple(map(batch_key, split.own_rows)),

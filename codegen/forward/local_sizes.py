@@ -6,14 +6,11 @@ from collections.abc import Iterator
 
 from autopar.codegen.forward.ops.arguments import whole_number
 from autopar.codegen.forward.ops.sizes import SizeToPrint, size_along, wanted
-from autopar.codegen.forward.reading.split import parts_of_dim
 from autopar.codegen.forward.scope import AvailableValues
 from autopar.codegen.text.expressions import (
-    Binding,
     Expression,
     LocalTensor,
     SourceForm,
-    binary,
     call,
     joined,
     literal,
@@ -101,10 +98,8 @@ def _local_groups(op: Op, groups: int, body: AvailableValues) -> Expression:
     """Return a rank's number of groups of channels; ranks may have different numbers."""
     split = body.split
     channels = wanted(split, op.inputs[0], split.need(op, 0))[1]
-    parts = parts_of_dim(channels.dim, channels.axis)
-    if parts.are_even(split.degree, split.batch):
-        ways = SourceForm((*body.axis.parts, ".size"))
-        return binary(literal(groups), "//", ways, Binding.PRODUCT)
+    if body.sizes.is_shared_evenly(channels.dim, channels.axis):
+        return body.sizes.per_rank(literal(groups))
     each = channels.extent.at(0) // groups  # channels per group
     printed = body.sizes.listed(channels.dim, channels.axis, unit=each)
     return call("local_size", printed, body.axis)
@@ -191,12 +186,11 @@ def _local_bound(op: Op, key: str, layout: Layout, body: AvailableValues) -> Exp
     bound = whole_number(op.argument(key))
     if bound >= 2**62:
         return literal(bound)
-    parts = parts_of_dim(body.split.axes.dims[op.inputs[0]][layout.dim], layout.axis)
-    if not parts.are_even(body.split.degree, body.split.batch):
+    dim = body.split.axes.dims[op.inputs[0]][layout.dim]
+    if not body.sizes.is_shared_evenly(dim, layout.axis):
         raise InputError(
             f"{op.name} cuts a dim that {body.split.degree} ranks do not divide evenly",
             where=op.location,
             fix="write it with chunk or split, or choose a degree that divides it",
         )
-    whole = body.plain_size(bound, body.split.lengths.argument(op, key))
-    return binary(whole, "//", SourceForm((*body.axis.parts, ".size")), Binding.PRODUCT)
+    return body.sizes.per_rank(body.plain_size(bound, body.split.lengths.argument(op, key)))

@@ -24,6 +24,7 @@ from autopar.codegen.text.expressions import (
     LocalTensor,
     Slot,
     SourceForm,
+    bare,
     call,
     literal,
     mapped,
@@ -31,7 +32,7 @@ from autopar.codegen.text.expressions import (
     string,
     text,
 )
-from autopar.codegen.text.lines import Body, Line, Pattern, tuple_of, wrapped_definition
+from autopar.codegen.text.lines import Body, Line, Pattern, wrapped_definition
 from autopar.planner.graph.graph import batch_key
 from autopar.planner.graph.layouts import WHOLE, Layout, LayoutKind
 from autopar.planner.graph.ops import Extent, Listed, Mapped, NamedFields, Ref, Value, objects, refs
@@ -42,7 +43,7 @@ def returned(builder: BodyBuilder, value: Value) -> Expression:
     if is_mapping(value):
         raise PrintAgainError(builder.scope, reason="its result is no plain tuple")
     if isinstance(value, tuple) and not isinstance(value, Listed) and len(value) > 1:
-        return tuple_of([_result(builder, item) for item in value])
+        return bare([_result(builder, item) for item in value])
     return _result(builder, value)
 
 
@@ -261,10 +262,9 @@ class OpenedSource:
     function that counts the targets which the loss averages over, or None if every row has the same
     weight. With `weighs_terms` the loss has several means, each multiplied by its own weight.
     `divisor` is the source of a function that maps a count to the loss's divisor (say, the count,
-    but at least one). `imports` are import lines. The code of `inlined` calls is in their callers'
-    code. `functions` of the model's files are called by the printed code. Of the batch's keys in
-    `own_rows`, a tensor rank gets only its own rows. `splits_rows` is true if tensor ranks split
-    rows anywhere.
+    but at least one). The code of `inlined` calls is in their callers' code. `functions` of the
+    model's files are called by the printed code. Of the batch's keys in `own_rows`, a tensor rank
+    gets only its own rows. `splits_rows` is true if tensor ranks split rows anywhere.
     """
 
     classes: tuple[OpenedClass, ...]
@@ -274,7 +274,6 @@ class OpenedSource:
     valid_targets: str | None
     weighs_terms: bool
     divisor: str | None
-    imports: tuple[str, ...]
     inlined: frozenset[str]
     functions: tuple[Imported, ...] = ()
     own_rows: tuple[str, ...] = ()

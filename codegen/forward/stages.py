@@ -41,8 +41,7 @@ from autopar.codegen.forward.reading.modules import (
 )
 from autopar.codegen.forward.scope import Owner, PrintAgainError
 from autopar.codegen.forward.writing.statements import Loop, rolled
-from autopar.codegen.text.expressions import Expression, LocalTensor, pieces
-from autopar.codegen.text.lines import tuple_of
+from autopar.codegen.text.expressions import Expression, LocalTensor, bare, pieces
 from autopar.planner.graph.graph import batch_key
 from autopar.planner.graph.layouts import WHOLE
 from autopar.planner.graph.ops import Op, TensorOrigin, refs
@@ -279,7 +278,7 @@ class _Printer:
     def _result(self, part: StagePiece, builder: BodyBuilder) -> Expression:
         if part.gives:
             values = [builder.value(local.tensor, local.layout) for local in part.gives]
-            return tuple_of(values) if len(values) > 1 else values[0]
+            return bare(values) if len(values) > 1 else values[0]
         if self.returns_loss:
             return builder.value(self.graph.loss, WHOLE)
         return returned(builder, self.graph.calls[ROOT].result)

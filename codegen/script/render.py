@@ -17,7 +17,7 @@ from types import MappingProxyType
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from autopar.codegen.script import ScriptView
-from autopar.codegen.text.lines import from_line, imports_of
+from autopar.codegen.text.lines import from_line
 from autopar.codegen.text.values import (
     KNOWN,
     KNOWN_ALONE,
@@ -72,12 +72,11 @@ _SECTIONS = ("standard", "others", "autopar")
 def script_imports(body: str, known: Mapping[str, str] = KNOWN) -> Source:
     """Return the imports of a script in isort's order, from the names that its body uses."""
     used = {node.id for node in ast.walk(ast.parse(body)) if isinstance(node, ast.Name)}
-    lines = {*imports_of([body]), *(known[name] for name in used & set(known))}
-    return sorted_imports(lines)
+    return sorted_imports(known[name] for name in used & known.keys())
 
 
 def sorted_imports(lines: Iterable[str]) -> Source:
-    """Return import lines in isort's order, merged by module."""
+    """Return imports of one name each in isort's order, merged by module."""
     plain: dict[str, set[str]] = defaultdict(set)
     members: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
     for line in lines:
@@ -85,8 +84,7 @@ def sorted_imports(lines: Iterable[str]) -> Source:
         if words[0] == "import":
             plain[_section(words[1])].add(line)
         else:
-            names = " ".join(words[3:]).strip("()").split(",")  # long lines have brackets
-            members[_section(words[1])][words[1]].update(n.strip() for n in names if n.strip())
+            members[_section(words[1])][words[1]].add(" ".join(words[3:]))
     blocks = [
         "\n".join([*sorted(plain[section]), *_from_lines(members[section])])
         for section in _SECTIONS

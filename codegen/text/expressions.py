@@ -57,14 +57,9 @@ def literal(value: Plain) -> SourceForm:
 def nested(value: object) -> SourceForm:
     """Return nested tuples of plain values as nested lists, for torch.tensor."""
     if isinstance(value, tuple):
-        inner = ", ".join(_text(nested(item)) for item in value)
-        return text(f"[{inner}]")
+        return listed(tuple(map(nested, value)))
     assert value is None or isinstance(value, (str, bool, int, float, complex))
     return literal(value)
-
-
-def _text(form: SourceForm) -> str:
-    return "".join(part for part in form.parts if isinstance(part, str))
 
 
 class Binding(IntEnum):
@@ -127,20 +122,23 @@ def text(source: str, level: Binding = Binding.CALL) -> SourceForm:
     return SourceForm((source,), level)
 
 
+def separated(items: Iterable[tuple[str, Expression]]) -> Iterator[str | Slot]:
+    """Yield expressions with commas between them, each with the text before it: `dim=`."""
+    for number, (before, item) in enumerate(items):
+        yield f", {before}" if number else before
+        yield Slot(item)
+
+
 def call(
     function: str | SourceForm,
     *arguments: Expression,
     keywords: tuple[tuple[str, Expression], ...] = (),
 ) -> SourceForm:
     """Return the call of a function."""
-    parts: list[str | Slot] = list(
-        function.parts if isinstance(function, SourceForm) else (function,)
-    )
-    parts.append("(")
-    for number, (name, argument) in enumerate([*(("", a) for a in arguments), *keywords]):
-        separator = ", " if number else ""
-        parts += [f"{separator}{name}=" if name else separator, Slot(argument)]
-    return SourceForm((*parts, ")"), Binding.CALL)
+    before = function.parts if isinstance(function, SourceForm) else (function,)
+    named = ((f"{name}=", value) for name, value in keywords)
+    given = (*(("", value) for value in arguments), *named)
+    return SourceForm((*before, "(", *separated(given), ")"), Binding.CALL)
 
 
 def method(
@@ -164,20 +162,19 @@ def indexed(owner: Expression, index: SourceForm) -> SourceForm:
     return SourceForm((Slot(owner, Binding.CALL), "[", Slot(index, Binding.TUPLE), "]"))
 
 
+def bare(items: Iterable[Expression]) -> SourceForm:
+    """Return values with commas and no brackets, as in a return statement."""
+    return SourceForm(tuple(separated(("", item) for item in items)))
+
+
 def joined(items: tuple[Expression, ...]) -> SourceForm:
     """Return a tuple in round brackets."""
-    parts: list[str | Slot] = ["("]
-    for number, item in enumerate(items):
-        parts += [", " if number else "", Slot(item)]
-    return SourceForm((*parts, ",)" if len(items) == 1 else ")"))
+    return SourceForm(("(", *bare(items).parts, ",)" if len(items) == 1 else ")"))
 
 
 def listed(items: tuple[Expression, ...]) -> SourceForm:
     """Return a list."""
-    parts: list[str | Slot] = ["["]
-    for number, item in enumerate(items):
-        parts += [", " if number else "", Slot(item)]
-    return SourceForm((*parts, "]"))
+    return SourceForm(("[", *bare(items).parts, "]"))
 
 
 def mapped(items: Iterable[tuple[Expression, Expression]]) -> SourceForm:

@@ -1,53 +1,14 @@
-"""Lines of Python as text: imports, line breaks, and values that are computed only once."""
+"""Lines of Python as text: line breaks, and values that are computed only once."""
 
 from __future__ import annotations
 
-import ast
 import re
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 
-from autopar.codegen.text.expressions import Expression, LocalTensor, Slot, SourceForm
+from autopar.codegen.text.expressions import Expression, LocalTensor
+from autopar.codegen.text.values import WIDTH
 from autopar.planner.graph.graph import Graph
-from autopar.planner.graph.layouts import CONVERSIONS
-from autopar.planner.rules.table import split_functions
-
-_MODULES: Mapping[str, str] = MappingProxyType(
-    {
-        "Tensor": "torch",
-        "nn": "torch",
-        "Any": "typing",
-        "Mapping": "collections.abc",
-        "Axis": "autopar.runtime.ranks",
-        "split_randomness": "autopar.runtime.ranks",
-        "Absent": "autopar.runtime.evaluation",
-        "Outputs": "autopar.runtime.evaluation",
-        "named_outputs": "autopar.runtime.evaluation",
-        "local_size": "autopar.runtime.tensor",
-        "whole_length": "autopar.runtime.tensor",
-        "scale_loss": "autopar.runtime.data",
-    }
-    | dict.fromkeys((c.function for c in CONVERSIONS.values()), "autopar.runtime.tensor")
-    | dict.fromkeys(split_functions(), "autopar.runtime.tensor")
-)
-_WHOLE: Mapping[str, str] = MappingProxyType(
-    {"torch": "import torch", "F": "import torch.nn.functional as F"}
-)
-
-IMPORTED = frozenset(_MODULES.keys() | _WHOLE.keys())  # names that no variable may have
-
-
-def imports_of(sources: Iterable[str]) -> tuple[str, ...]:
-    """Return the import lines of some sources, one per module, sorted."""
-    nodes = (node for source in sources for node in ast.walk(ast.parse(source)))
-    used = {node.id for node in nodes if isinstance(node, ast.Name)}
-    names: dict[str, list[str]] = defaultdict(list)
-    for name in sorted(used & _MODULES.keys()):
-        names[_MODULES[name]].append(name)
-    lines = [from_line(module, found) for module, found in names.items()]
-    return tuple(sorted([*lines, *(_WHOLE[name] for name in used & _WHOLE.keys())]))
 
 
 def from_line(module: str, names: Sequence[str]) -> str:
@@ -103,14 +64,6 @@ def values_in(pattern: Pattern) -> Iterator[LocalTensor]:
             yield from values_in(item)
 
 
-def tuple_of(items: Sequence[Expression]) -> SourceForm:
-    """Return values with commas and no brackets, as in a return statement."""
-    parts: list[str | Slot] = []
-    for number, item in enumerate(items):
-        parts += [", " if number else "", Slot(item)]
-    return SourceForm(tuple(parts))
-
-
 class ComputedValues:
     """The values without a gradient that a body has computed, so that each is computed once.
 
@@ -131,7 +84,6 @@ class ComputedValues:
         return found if found != made and found.layout == made.layout else None
 
 
-WIDTH = 100
 _OPEN, _CLOSE = "([{", ")]}"
 _TRAILER = re.compile(r"(\.\w+)*$")  # the name of a method after a bracket
 _STRING = re.compile(r'"(?:\\.|[^"\\])*"|\'(?:\\.|[^\'\\])*\'')

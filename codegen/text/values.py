@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from autopar.codegen.text.expressions import comment, is_identifier, string
+from autopar.planner.graph.layouts import CONVERSIONS
+from autopar.planner.rules.table import split_functions
 
 WIDTH = 100
 
@@ -157,7 +159,7 @@ def table(
     return Source("\n".join([*lines, closing]))
 
 
-# The names that templates may use, by module; printed forwards import more.
+# The names that scripts import, by module: those that templates use, and those of printed forwards.
 _FROM: Mapping[str, str] = MappingProxyType(
     {
         "argparse": "Namespace",
@@ -194,6 +196,20 @@ _FROM: Mapping[str, str] = MappingProxyType(
         "autopar.runtime.weights": "Recipe load_weights record",
     }
 )
+_FROM_IN_FORWARDS: Mapping[str, str] = MappingProxyType(
+    {
+        "collections.abc": "Mapping",
+        "typing": "Any",
+        "torch": "Tensor nn",
+        "autopar.runtime.data": "scale_loss",
+        "autopar.runtime.evaluation": "Absent Outputs named_outputs",
+        "autopar.runtime.ranks": "Axis split_randomness",
+        "autopar.runtime.tensor": " ".join(
+            {"local_size", "whole_length", *split_functions()}
+            | {one.function for one in CONVERSIONS.values()}
+        ),
+    }
+)
 _PLAIN = ("copy", "importlib", "sys", "torch")
 # For the plain PyTorch loop of `autopar verify --plain`, in addition.
 _FROM_ALONE: Mapping[str, str] = MappingProxyType(
@@ -214,7 +230,9 @@ def _statements(plain: Iterable[str], members: Mapping[str, str]) -> Mapping[str
     return MappingProxyType(whole | {name: f"from {one} import {name}" for one, name in listed})
 
 
-KNOWN = _statements(_PLAIN, _FROM)
+_FUNCTIONAL = {"F": "import torch.nn.functional as F"}
+IN_FORWARDS = MappingProxyType({**_statements(["torch"], _FROM_IN_FORWARDS), **_FUNCTIONAL})
+KNOWN = MappingProxyType({**_statements(_PLAIN, _FROM), **IN_FORWARDS})
 KNOWN_ALONE = MappingProxyType(
     {name: statement for name, statement in KNOWN.items() if "autopar" not in statement}
     | {**_statements(_PLAIN_ALONE, _FROM_ALONE)}

@@ -218,12 +218,8 @@ class Arguments:
             return self.place.device or literal("cpu")
         if name == "memory_format" and isinstance(value, str):
             return text(value)  # torch.channels_last and similar print as themselves
-        if name == "reduction" and isinstance(value, int):
-            return literal(table.REDUCTIONS[value])
-        if name == "compute_mode" and isinstance(value, int):
-            return literal(table.DISTANCES[value])
-        if name == "mode" and isinstance(value, int):
-            return literal(table.BAG_MODES[value])
+        if name in table.ENUMERATIONS and isinstance(value, int):
+            return literal(table.ENUMERATIONS[name][value])
         return literal(value)
 
     def _tuple(

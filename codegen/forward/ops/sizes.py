@@ -310,11 +310,18 @@ class ReadableSizes:
 
     def local(self, size: SizeToPrint) -> Expression:
         """Return the rank's share of a size, from the degree of the axis."""
-        parts = parts_of_dim(size.dim, size.axis)
-        if not size.varies and parts.are_even(self.split.degree, self.split.batch):
-            ways = SourceForm((*self.axis.parts, ".size"))
-            return binary(literal(size.extent.at(0)), "//", ways, Binding.PRODUCT)
+        if not size.varies and self.is_shared_evenly(size.dim, size.axis):
+            return self.per_rank(literal(size.extent.at(0)))
         return call("local_size", self.listed(size.dim, size.axis), self.axis)
+
+    def per_rank(self, number: Expression, operator: str = "//") -> SourceForm:
+        """Return a number divided by the size of the tensor axis."""
+        ways = SourceForm((*self.axis.parts, ".size"))
+        return binary(number, operator, ways, Binding.PRODUCT)
+
+    def is_shared_evenly(self, dim: Dim, axis: str) -> bool:
+        """Whether every rank gets the same number of units of each part of a dim."""
+        return parts_of_dim(dim, axis).are_even(self.split.degree, self.split.batch)
 
     def listed(self, dim: Dim, axis: str, *, unit: int = 1) -> Expression:
         """Return the expression of a split dim's parts, `((count, unit), …)`.

@@ -209,6 +209,3 @@ def gives_many(op: Op) -> bool:
         return False
     returns = schema_of(op.target).returns
     return len(returns) > 1 or "[]" in str(returns[0].type) or "List" in str(returns[0].type)
-
-
-__all__ = ["PrintedPlace", "base_name", "gives_many", "printed", "split_call"]

@@ -173,11 +173,16 @@ SPLIT_FUNCTIONS: Mapping[str, Function] = MappingProxyType(
     }
 )
 
-# PyTorch's names for the values of ATen's enumerations, in order.
-REDUCTIONS = ("none", "mean", "sum")
-BAG_MODES = ("sum", "mean", "max")
-DISTANCES = (
-    "use_mm_for_euclid_dist_if_necessary", "use_mm_for_euclid_dist", "donot_use_mm_for_euclid_dist",
+# PyTorch's names for the values of ATen's enumerations, in order, by argument.
+ENUMERATIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "reduction": ("none", "mean", "sum"),
+        "mode": ("sum", "mean", "max"),  # of embedding_bag
+        "compute_mode": (
+            "use_mm_for_euclid_dist_if_necessary", "use_mm_for_euclid_dist",
+            "donot_use_mm_for_euclid_dist",
+        ),
+    }
 )  # fmt: skip
 
 BINARY: Mapping[str, tuple[str, Binding]] = MappingProxyType(

@@ -9,7 +9,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from itertools import groupby, takewhile
 from pathlib import Path
 from textwrap import dedent
@@ -98,16 +98,17 @@ def _names_at(span: SourceSpan, made: Set[SourceSpan]) -> tuple[str, ...]:
     return names
 
 
-def unpacked(source: str) -> Mapping[str, tuple[str, ...]]:
-    """Return, for each variable, the names into which a function unpacks it."""
+@lru_cache(maxsize=512)
+def parsed(source: str) -> ast.Module:
+    """Return the tree of a class or function; empty for a lambda inside an expression."""
     try:
-        tree = ast.parse(dedent(source))
-    except SyntaxError:  # a lambda inside an expression
-        return MappingProxyType({})
-    return _unpacked_in(tree)
+        return ast.parse(dedent(source))
+    except SyntaxError:
+        return ast.Module(body=[], type_ignores=[])
 
 
-def _unpacked_in(tree: ast.AST) -> Mapping[str, tuple[str, ...]]:
+def unpacked(tree: ast.AST) -> Mapping[str, tuple[str, ...]]:
+    """Return, for each variable, the names into which code unpacks it."""
     return MappingProxyType(
         {
             node.value.id: _names(node.targets[0])
@@ -210,7 +211,7 @@ def _named(tree: ast.AST) -> Iterator[tuple[ast.expr | ast.AugAssign, tuple[str,
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and not _is_of_torch(node.func):
             yield from ((one.value, _names(ast.Name(one.arg or ""))) for one in node.keywords)
-    unpacks = _unpacked_in(tree)
+    unpacks = unpacked(tree)
     for node in ast.walk(tree):
         match node:
             case ast.AugAssign():

@@ -8,11 +8,10 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from textwrap import dedent
 from types import CodeType, FunctionType, MappingProxyType
 from typing import Any
 
-from autopar.codegen.forward.reading.author_names import author_names
+from autopar.codegen.forward.reading.author_names import author_names, parsed
 from autopar.planner.graph.graph import Graph
 from autopar.planner.graph.ops import (
     LOSS_CALL,
@@ -41,20 +40,14 @@ def branches_in_training(source: str) -> bool:
 
     A condition that also names checkpointing, as libraries have it, does not count.
     """
-    try:
-        tree = ast.parse(dedent(source))
-    except SyntaxError:
-        return False
-    tests = (ast.unparse(node.test) for node in ast.walk(tree) if isinstance(node, ast.If))
+    nodes = ast.walk(parsed(source))
+    tests = (ast.unparse(node.test) for node in nodes if isinstance(node, ast.If))
     return any("self.training" in test and "checkpoint" not in test for test in tests)
 
 
 def keeps_state(source: str) -> bool:
     """Whether a forward reads an attribute before it sets it, and so depends on earlier calls."""
-    try:
-        tree = ast.parse(dedent(source))
-    except SyntaxError:  # a lambda inside an expression
-        return False
+    tree = parsed(source)
     first_set: dict[str, _Place] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.AugAssign) and _attributes(node.target, ast.Store):
@@ -117,11 +110,7 @@ def _run_later(source: str) -> Iterator[ast.FunctionDef]:
 
 
 def _methods(source: str) -> Iterator[ast.FunctionDef]:
-    try:
-        tree = ast.parse(dedent(source))
-    except SyntaxError:
-        return
-    for statement in tree.body[:1]:
+    for statement in parsed(source).body[:1]:
         for inner in statement.body if isinstance(statement, ast.ClassDef) else ():
             if isinstance(inner, ast.FunctionDef):
                 yield inner
@@ -166,10 +155,7 @@ def _meant(name: str, function: FunctionType, owner: type) -> Iterator[Any]:
 
 def numbers_read(source: str) -> frozenset[str]:
     """Return what a class reads inside attributes of `self`: "config.eps" of `self.config.eps`."""
-    try:
-        nodes = ast.walk(ast.parse(dedent(source)))
-    except SyntaxError:
-        return frozenset()
+    nodes = ast.walk(parsed(source))
     texts = (ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute))
     return frozenset(text[5:] for text in texts if re.fullmatch(r"self(\.[a-z]\w*){2,}", text))
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor, autograd, nn
 
-from autopar.codegen.forward.reading.author_names import unpacked
+from autopar.codegen.forward.reading.author_names import parsed, unpacked
 from autopar.codegen.forward.reading.forward_source import (
     branches_in_training,
     checks_sizes,
@@ -28,7 +28,6 @@ from autopar.codegen.forward.reading.forward_source import (
     remembers,
 )
 from autopar.codegen.text.expressions import is_identifier
-from autopar.codegen.text.lines import IMPORTED
 from autopar.codegen.text.values import KNOWN
 from autopar.planner.graph.ops import Value
 from autopar.planner.model.functions import (
@@ -40,7 +39,7 @@ from autopar.planner.model.functions import (
 
 FIRST_STAGE, MIDDLE_STAGE, LAST_STAGE = "FirstStage", "MiddleStage", "LastStage"
 LOSS_STAGE = "LossStage"
-_SCRIPT_NAMES = frozenset((*KNOWN, *IMPORTED, FIRST_STAGE, MIDDLE_STAGE, LAST_STAGE, LOSS_STAGE))
+_SCRIPT_NAMES = frozenset((*KNOWN, FIRST_STAGE, MIDDLE_STAGE, LAST_STAGE, LOSS_STAGE))
 
 
 @dataclass(frozen=True, slots=True, order=True, kw_only=True)
@@ -229,7 +228,7 @@ def _facts(module: nn.Module, *, others_set: bool) -> Mapping[str, Any]:
         "reads_sizes": any(reads_sizes(one, type(module)) for one in (module.forward, *hooks)),
         "functions": tuple(_functions(module)),
         "size_reading": frozenset(_size_reading(module)),
-        "unpacks": unpacked(source),
+        "unpacks": unpacked(parsed(source)),
     }
 
 

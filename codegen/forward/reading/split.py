@@ -65,62 +65,56 @@ def parts_of_dim(dim: Dim, axis: str) -> Parts:
     return Parts(listed=listed, times=own.times * times)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Sizes:
-    """A graph's sizes in the second trace, whose inputs have other lengths."""
-
-    shapes: Mapping[str, tuple[Extent, ...]]
-    arguments: Mapping[str, Mapping[str, Value]]  # of each op
-    calls: Mapping[str, ModuleCall]
-    functions: Sequence[FunctionCall]
-    axes: Mapping[str, Extent]  # the sizes of axes
-
-
 class Lengths:
     """A graph's sizes for rows of other lengths, from a second trace (made on first use).
 
     If the model takes no other lengths, these are the graph's own sizes.
     """
 
-    def __init__(self, graph: Graph, axes: GraphAxes, other: Callable[[], Graph | None]) -> None:
-        self._graph, self._axes, self._other = graph, axes, other
+    def __init__(self, graph: Graph, axes: GraphAxes, find: Callable[[], Graph | None]) -> None:
+        self._graph, self._axes, self._find = graph, axes, find
 
     @cached_property
-    def _sizes(self) -> _Sizes:
-        other = self._other()
-        return _UNKNOWN if other is None else _sizes_of(self._graph, self._axes, other)
+    def _other(self) -> Graph:
+        return self._find() or self._graph
+
+    @cached_property
+    def _axis_sizes(self) -> Mapping[str, Extent]:
+        return {
+            dim.name: size
+            for name in self._graph.tensors
+            for dim, size in zip(self._axes.dims[name], self.shape(name), strict=True)
+            if isinstance(dim, Leaf)
+        }
 
     @property
     def are_known(self) -> bool:
         """Whether the model accepts other lengths."""
-        return bool(self._sizes.axes)
+        return self._other is not self._graph
 
     def shape(self, tensor: str) -> tuple[Extent, ...]:
         """Return a tensor's shape at other lengths."""
-        return self._sizes.shapes.get(tensor, self._graph.tensors[tensor].shape)
+        return self._other.tensors.get(tensor, self._graph.tensors[tensor]).shape
 
     def argument(self, op: Op, name: str) -> Value:
         """Return an op's argument at other lengths."""
-        arguments = self._sizes.arguments
-        return arguments[op.name][name] if op.name in arguments else op.argument(name)
+        place = self._other.index.places.get(op.name)
+        return (op if place is None else self._other.ops[place]).argument(name)
 
     def call(self, unit: str) -> ModuleCall | None:
         """Return a module call at other lengths."""
-        return self._sizes.calls.get(unit)
+        return self._other.calls.get(unit)
 
     def function(self, call: FunctionCall) -> FunctionCall:
         """Return a function call at other lengths."""
-        pairs = zip(self._graph.functions, self._sizes.functions, strict=False)
+        pairs = zip(self._graph.functions, self._other.functions, strict=False)
         other = next((two for one, two in pairs if one is call), call)
         return other if _form(other) == _form(call) else call
 
     def dim(self, dim: Dim) -> Dim:
         """Return a dim with its size at other lengths."""
-        axes = self._sizes.axes
-        return substituted(dim, lambda leaf: Leaf(leaf.name, axes.get(leaf.name, leaf.size)))
-
-
-_UNKNOWN = _Sizes(shapes={}, arguments={}, calls={}, functions=(), axes={})
+        sizes = self._axis_sizes if self.are_known else {}
+        return substituted(dim, lambda leaf: Leaf(leaf.name, sizes.get(leaf.name, leaf.size)))
 
 
 def _form(call: FunctionCall) -> Value:
@@ -131,23 +125,6 @@ def _form(call: FunctionCall) -> Value:
 
 def _nest(value: Value) -> Value:
     return tuple(map(_nest, value)) if isinstance(value, tuple) else isinstance(value, Ref)
-
-
-def _sizes_of(graph: Graph, axes: GraphAxes, other: Graph) -> _Sizes:
-    shapes = {t.name: t.shape for t in other.tensors.values()}
-    sizes = {
-        dim.name: size
-        for name in graph.tensors
-        for dim, size in zip(axes.dims[name], shapes[name], strict=True)
-        if isinstance(dim, Leaf)
-    }
-    return _Sizes(
-        shapes=MappingProxyType(shapes),
-        arguments=MappingProxyType({op.name: dict(op.arguments) for op in other.ops}),
-        calls=other.calls,
-        functions=other.functions,
-        axes=MappingProxyType(sizes),
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,8 @@ from autopar.codegen.text.expressions import (
     rendered,
     replaced,
 )
-from autopar.codegen.text.lines import WIDTH, Body, Pattern, values_in, wrapped
+from autopar.codegen.text.lines import Body, Pattern, values_in, wrapped
+from autopar.codegen.text.values import WIDTH
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

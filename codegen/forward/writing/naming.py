@@ -22,7 +22,8 @@ from autopar.codegen.text.expressions import (
     is_identifier,
     pieces,
 )
-from autopar.codegen.text.lines import IMPORTED, Body, Line, values_in
+from autopar.codegen.text.lines import Body, Line, values_in
+from autopar.codegen.text.values import IN_FORWARDS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,7 +194,7 @@ class _Namer:
             for local, name in self.names.items()
             if self.last.get(local, -1) > number or name in others
         }
-        busy |= self.reserved | others | IMPORTED
+        busy |= self.reserved | others | IN_FORWARDS.keys()
         wishes = [name for name in wishes if not hasattr(builtins, name)]
         stem = wishes[0] if wishes else "y"
         numbered = (f"{stem}{i}" for i in count(2))

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from autopar.codegen.forward.opened import OpenedClass, OpenedSource
 from autopar.codegen.forward.reading.modules import Modules, modules_of
+from autopar.codegen.text.values import IN_FORWARDS
 from autopar.planner.model.model_file import ModelFile
 from autopar.planner.trace.build import checked_loss
 from tests.planner.subjects import zoo_file
@@ -32,10 +33,8 @@ def zoo_modules(name: str, *arguments: str) -> Modules:
 def namespace(opened: OpenedSource) -> dict[str, Any]:
     """Run the printed sources and return what they define."""
     found: dict[str, Any] = {}
-    for line in opened.imports:
+    for line in IN_FORWARDS.values():
         exec(line, found)
-    if "Axis" not in found:
-        exec("from autopar.runtime.ranks.mesh import Axis", found)
     for one in opened.functions:
         found[one.name] = attrgetter(one.qualname)(_imported(one.module))
     for cls in (*opened.classes, *(stage.cls for stage in opened.stages)):

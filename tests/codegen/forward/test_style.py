@@ -12,6 +12,7 @@ import pytest
 from autopar.codegen.forward.emit import open_split
 from autopar.codegen.forward.opened import OpenedSource
 from autopar.codegen.forward.reading.split import split_graph
+from autopar.codegen.script.render import script_imports
 from tests.cells import cells
 from tests.codegen.forward.running import zoo_modules
 from tests.codegen.forward.test_ranks import MODELS, random_split
@@ -27,8 +28,9 @@ def script(opened: OpenedSource) -> str:
     user = [f"from {base.module} import {base.qualname}" for base in bases]
     sources = list(dict.fromkeys(cls.source for cls in every))  # stages may share one
     sources += [source for source in (opened.loss, opened.valid_targets) if source is not None]
-    head = "\n".join(['"""Printed."""\n', *opened.imports, *user])
-    return head + "\n\n\n" + "\n\n".join(sources)
+    body = "\n\n".join(sources)
+    head = "\n".join(['"""Printed."""\n', script_imports(body), *user])
+    return head + "\n\n\n" + body
 
 
 def complaints(source: str) -> str:

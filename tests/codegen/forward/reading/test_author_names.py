@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.codegen.forward.emit import open_split
-from autopar.codegen.forward.reading.author_names import author_names, unpacked
+from autopar.codegen.forward.reading.author_names import author_names, parsed, unpacked
 from autopar.codegen.forward.reading.modules import modules_of
 from autopar.codegen.forward.reading.split import split_graph
 from autopar.planner.trace import trace
@@ -232,5 +232,5 @@ def test_names_stay_what_they_are_where_a_project_has_moved() -> None:
 
 def test_variables_that_are_unpacked_are_found_in_source_alone() -> None:
     source = "    def forward(self, x):\n        a, (b, c) = x\n        d, _ = y\n"
-    assert unpacked(source) == {"x": ("a", ""), "y": ("d", "")}
-    assert unpacked("lambda x: (") == {}
+    assert unpacked(parsed(source)) == {"x": ("a", ""), "y": ("d", "")}
+    assert unpacked(parsed("lambda x: (")) == {}
