@@ -168,12 +168,8 @@ def profiled(subject: Known, budget_seconds: float) -> MeasuredFile:
         op_seconds=budget_seconds / 10,
     )
     found = profile(subject.graph, subject.axes, subject.layers, request).measured
-    place = local_device()
-    net = measure_net(
-        device_name=place.device.name,
-        device=place.torch_name,
-        ranks=RANKS,
-    )
+    device = local_device()
+    net = measure_net(device_name=device.name, device=device.torch_name, ranks=RANKS)
     return replace(found, nets=(net,))
 
 

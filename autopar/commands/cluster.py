@@ -17,7 +17,6 @@ from autopar.commands import Command, CommandGroup
 from autopar.console import print_json, print_note, results
 from autopar.planner.cluster.detected import (
     BEGINNING,
-    MeasuredLink,
     MeasuredLinks,
     cluster_text,
     detected,
@@ -284,15 +283,7 @@ def _ranks() -> tuple[tuple[FoundNode, ...], MeasuredLinks]:
     if own.rank:
         return (), MeasuredLinks()
     slow_inside, slow_between = (
-        min(
-            (
-                MeasuredLink(bytes_per_second=one.bytes_per_second, alpha_seconds=one.alpha_seconds)
-                for one in own_links
-            ),
-            key=lambda one: one.bytes_per_second,
-            default=None,
-        )
-        for own_links in links
+        min(own_links, key=lambda one: one.bytes_per_second, default=None) for own_links in links
     )
     return (
         tuple(every[one][2] for one in firsts),

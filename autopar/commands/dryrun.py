@@ -245,7 +245,7 @@ def rehearse_plan(
 
 
 def _tell_rehearsal(plan: Plan, found: Rehearsal) -> None:
-    here = local_device().device.name
+    here = local_device().name
     is_cpu = found.ranks[0].peak_bytes is None
     heads: tuple[str, ...] = ("computing", "predicted", "measured ÷ predicted")
     heads += () if is_cpu else ("memory", "predicted")
@@ -329,10 +329,10 @@ def profile(
         found = profiled.measured
         if net:
             report("measuring collectives")
-            place = local_device()
+            here = local_device()
             link = measure_net(
-                device_name=place.device.name,
-                device=place.torch_name,
+                device_name=here.name,
+                device=here.torch_name,
                 ranks=procs or max(2, torch.cuda.device_count()),
             )
             found = MeasuredFile(ops=found.ops, hosts=found.hosts, nets=(link,))

@@ -50,7 +50,7 @@ def ops(context: Context) -> Iterator[Row]:
 
 
 def _timed_group(name: str, divided: int, device: str) -> list[dict[str, Cell]]:
-    sheet = local_device().device
+    sheet = local_device()
     found = []
     for kernel in GROUPS[name](divided, device):
         try:

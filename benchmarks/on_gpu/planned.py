@@ -101,7 +101,7 @@ def planned_by_profile(case: Case, device: str, seconds: float) -> Planned:
 
 def device_here() -> str:
     """Return the planner's name for this machine's device."""
-    return local_device().device.name
+    return local_device().name
 
 
 def _plan(case: Case, device: str, measured: MeasuredFile | None) -> Plan:

@@ -132,6 +132,11 @@ class Device:
         """Whether the device is the host's CPU."""
         return self.architecture.casefold() == "cpu"
 
+    @property
+    def torch_name(self) -> str:
+        """The kind of device as torch calls it."""
+        return "cpu" if self.is_cpu else "cuda"
+
     def peak_flops_per_second(self, dtype: str) -> float:
         """Return the dense peak at a dtype."""
         peaks = dict(self.peaks)

@@ -34,21 +34,17 @@ class Clock(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class CpuClock:
-    """The host's clock: wall time, or one thread's CPU time, which excludes other programs."""
-
-    threads: int
+    """The host's clock."""
 
     def timed(self, work: Callable[[], Result]) -> tuple[float, Result]:
         """Return the seconds of some work, and its result."""
-        now = time.thread_time if self.threads == 1 else time.perf_counter
+        now = host_clock("cpu")
         began = now()
         result = work()
         return now() - began, result
 
 
-@dataclass(frozen=True, slots=True)
 class CudaClock:
     """Events of a GPU. A wait on the GPU comes first, so that the work never waits for the host."""
 
@@ -67,7 +63,17 @@ class CudaClock:
 
 def clock_of(device: str) -> Clock:
     """Return the clock of "cpu" or "cuda"."""
-    return CudaClock() if device == "cuda" else CpuClock(threads=torch.get_num_threads())
+    return CudaClock() if device == "cuda" else CpuClock()
+
+
+def host_clock(device: str) -> Callable[[], float]:
+    """Return the host's clock for work on a device.
+
+    For a lone thread it is the thread's CPU time, which excludes other programs. With more threads
+    or a GPU it is wall time.
+    """
+    lone = device == "cpu" and torch.get_num_threads() == 1
+    return time.thread_time if lone else time.perf_counter
 
 
 def threads_of_a_rank() -> int:

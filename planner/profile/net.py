@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
 
 from autopar.planner.cluster.cluster import Backend, Collective, MeasuredCollective
+from autopar.planner.cluster.detected import MeasuredLink
 from autopar.planner.costs.collectives.choice import hops, sent_share
 from autopar.planner.errors import InputError
 from autopar.planner.profile.measured import MeasuredNet
@@ -54,7 +55,8 @@ def run_ranks(
                     fix="try again on a quieter machine",
                 )
     except (ProcessRaisedException, ProcessExitedException) as error:
-        raise InputError(f"measuring the collectives failed: {_last_line(error)}") from error
+        last_line = str(error).strip().split("\n")[-1]
+        raise InputError(f"measuring the collectives failed: {last_line}") from error
     finally:
         for process in context.processes:
             if process.is_alive():
@@ -75,10 +77,6 @@ def gloo(rank: int, ranks: int, folder: str) -> Iterator[None]:
         finally:
             torch.set_num_threads(threads)
             dist.destroy_process_group()
-
-
-def _last_line(error: BaseException) -> str:
-    return str(error).strip().split("\n")[-1]
 
 
 BLOCK_SECONDS = 2e-3  # calls are repeated for about this time before the clock is read
@@ -102,18 +100,14 @@ def run(rank: int, ranks: int, folder: str, backend: str, cases: list[tuple[str,
         samples: list[list[float]] = [[] for _ in cases]
         for _ in range(_PASSES):
             for own, (name, size) in zip(samples, cases, strict=True):
-                own += _sampled(Collective(name), size, ranks, device)
+                call = _call(Collective(name), size, ranks, device)
+                own += _repeated(Collective(name), call, device)
         if rank == 0:
             seconds = [typical(own) for own in samples]
             (Path(folder) / "seconds.json").write_text(json.dumps(seconds), encoding="utf-8")
         dist.barrier()
     finally:
         dist.destroy_process_group()
-
-
-def _sampled(collective: Collective, payload_bytes: int, ranks: int, device: str) -> list[float]:
-    """Return the mean seconds of a collective in each of several blocks of calls."""
-    return _repeated(collective, _call(collective, payload_bytes, ranks, device), device)
 
 
 def _repeated(collective: Collective, call: Callable[[], object], device: str) -> list[float]:
@@ -195,7 +189,7 @@ def _there_and_back(tensor: Tensor, first: int, second: int) -> None:
 _PAIR_BYTES = (64, 2**20, 2**24, 2**26)
 
 
-def pair_link(first: int, second: int, device: str) -> Fit:
+def pair_link(first: int, second: int, device: str) -> MeasuredLink:
     """Return the link between two ranks of the process group; every rank calls this."""
     samples = []
     for size in _PAIR_BYTES:
@@ -219,14 +213,6 @@ class NetSample:
     collective: Collective
     payload_bytes: int
     seconds: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fit:
-    """Latency and rate of a link."""
-
-    alpha_seconds: float
-    bytes_per_second: float
 
 
 def measure_net(
@@ -316,7 +302,7 @@ def sample(
     )
 
 
-def fit(samples: Sequence[NetSample], ranks: int) -> Fit:
+def fit(samples: Sequence[NetSample], ranks: int) -> MeasuredLink:
     """Return the positive latency and rate that fit the samples best."""
     rows = [
         (
@@ -326,7 +312,7 @@ def fit(samples: Sequence[NetSample], ranks: int) -> Fit:
         for one in samples
     ]
     alpha, inverse = _least_squares(rows)
-    return Fit(
+    return MeasuredLink(
         alpha_seconds=max(alpha, _LEAST_ALPHA_SECONDS),
         bytes_per_second=1.0 / max(inverse, 1.0 / _MOST_BYTES_PER_SECOND),
     )

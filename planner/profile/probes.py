@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -31,7 +32,6 @@ def strides_of(
 
     If an op cannot run without values, its results are assumed to be contiguous.
     """
-    strides: dict[str, tuple[int, ...]] = {}
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         values = {
             name: _empty(graph, name, batch, precision, device)
@@ -41,8 +41,7 @@ def strides_of(
         for op in graph.ops:
             made = _results(op, graph, values, batch=batch, precision=precision, device=device)
             values.update(zip(op.outputs, made, strict=True))
-        strides.update((name, tuple(value.stride())) for name, value in values.items())
-    return strides
+        return {name: tuple(value.stride()) for name, value in values.items()}
 
 
 def torch_dtype(name: str, precision: Precision) -> torch.dtype:
@@ -124,7 +123,8 @@ def local_strides(
     """
     placed: dict[int, int] = {}
     whole_end = local_end = 1
-    for dim in _inner_to_outer(shape, strides):
+    inner_to_outer = sorted(range(len(shape)), key=lambda dim: (strides[dim], shape[dim], -dim))
+    for dim in inner_to_outer:
         if strides[dim] == 0:
             placed[dim] = 0
             continue
@@ -132,10 +132,6 @@ def local_strides(
         placed[dim] = local_end * gap
         whole_end, local_end = strides[dim] * shape[dim], placed[dim] * local[dim]
     return tuple(placed[dim] for dim in range(len(shape)))
-
-
-def _inner_to_outer(shape: Sequence[int], strides: Sequence[int]) -> Iterator[int]:
-    yield from sorted(range(len(shape)), key=lambda dim: (strides[dim], shape[dim], -dim))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,35 +165,28 @@ class Probe:
     size_bytes: int  # of its tensors, and as many for their gradients
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _FirstOp:
-    """The first op found for a key, and how it is split."""
-
-    op: Op
-    split: OpSplit | None
-
-
 def find_probes(pricer: OpPricer, *, degrees: Sequence[int]) -> tuple[Probe, ...]:
     """Return a probe per key, unsplit ops first; some ops need none (`_needs_no_probe`)."""
-    whole: dict[OpKey, _FirstOp] = {}
-    split: dict[OpKey, _FirstOp] = {}
-    uses: dict[OpKey, int] = {}
+    # the first op of each key, and how it is split
+    whole: dict[OpKey, tuple[Op, OpSplit | None]] = {}
+    split: dict[OpKey, tuple[Op, OpSplit | None]] = {}
+    uses = Counter[OpKey]()
     for op in pricer.graph.ops:
         for division in (None, *_splits(op, pricer, degrees)):
             if _needs_no_probe(pricer, op, division):
                 continue
             key = pricer.key(op, division)
-            uses[key] = uses.get(key, 0) + 1
-            (split if division else whole).setdefault(key, _FirstOp(op=op, split=division))
+            uses[key] += 1
+            (split if division else whole).setdefault(key, (op, division))
     strides = strides_of(
         pricer.graph,
         batch=pricer.batch,
         precision=pricer.precision,
-        device="cpu" if pricer.rates.is_cpu else "cuda",
+        device=pricer.device.torch_name,
     )
     found = {**split, **whole}  # a split that changes no size has the key of the unsplit op
     order = [*whole, *(key for key in split if key not in whole)]
-    return tuple(_probe(pricer, key, found[key], strides, uses[key]) for key in order)
+    return tuple(_probe(pricer, key, *found[key], strides, uses[key]) for key in order)
 
 
 def _splits(op: Op, pricer: OpPricer, degrees: Sequence[int]) -> Iterator[OpSplit]:
@@ -224,28 +213,28 @@ def _needs_no_probe(pricer: OpPricer, op: Op, split: OpSplit | None) -> bool:
 
 
 def _probe(
-    pricer: OpPricer, key: OpKey, met: _FirstOp, strides: Mapping[str, tuple[int, ...]], uses: int
+    pricer: OpPricer,
+    key: OpKey,
+    op: Op,
+    split: OpSplit | None,
+    strides: Mapping[str, tuple[int, ...]],
+    uses: int,
 ) -> Probe:
-    shapes = pricer.shapes(met.op, met.split)
-    operands = tuple(_operand(pricer, shapes, name, strides[name]) for name in met.op.inputs)
-    results = tuple(map(shapes.shape, met.op.outputs))
-    cost = pricer.cost(met.op, met.split)
-    tensors = pricer.graph.tensors
-    given = dict(met.op.arguments)
+    shapes, cost, tensors = pricer.shapes(op, split), pricer.cost(op, split), pricer.graph.tensors
     return Probe(
         key=key,
-        op=met.op,
-        split=met.split,
-        operands=operands,
-        results=results,
-        is_differentiable=pricer.graph.learns(met.op),
+        op=op,
+        split=split,
+        operands=tuple(_operand(pricer, shapes, name, strides[name]) for name in op.inputs),
+        results=tuple(map(shapes.shape, op.outputs)),
+        is_differentiable=pricer.graph.learns(op),
         batch=pricer.batch,
-        groups=shapes.letters(("g",)) if "groups" in given and met.split else None,
+        groups=shapes.letters("g") if split and "groups" in dict(op.arguments) else None,
         uses=uses,
         expected_seconds=cost.forward_seconds + cost.backward_seconds,
         size_bytes=sum(
             2 * prod(shapes.shape(name)) * item_bytes(tensors[name].dtype, pricer.precision)
-            for name in (*met.op.inputs, *met.op.outputs)
+            for name in (*op.inputs, *op.outputs)
         ),
     )
 

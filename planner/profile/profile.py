@@ -16,22 +16,15 @@ from torch import Tensor, nn
 from autopar.planner.axes.infer import GraphAxes
 from autopar.planner.cluster.cluster import Device
 from autopar.planner.cluster.sheet import find_device, local_devices
-from autopar.planner.costs.ops.measurements import HostTimes
+from autopar.planner.costs.ops.measurements import HostTimes, Timing
 from autopar.planner.costs.ops.pricer import OpPricer
 from autopar.planner.graph.graph import Graph
 from autopar.planner.layers import Layers
 from autopar.planner.precision import Precision
-from autopar.planner.profile.calls import Clock, clock_of, threads_of_a_rank
-from autopar.planner.profile.measured import MeasuredFile, MeasuredHost, MeasuredOp
+from autopar.planner.profile.calls import Clock, clock_of, host_clock, threads_of_a_rank
+from autopar.planner.profile.measured import MeasuredFile, MeasuredHost
 from autopar.planner.profile.probes import Probe, find_probes
-from autopar.planner.profile.rounds import (
-    EVICTED_BYTES,
-    Baseline,
-    Limits,
-    SampledTimes,
-    UnmeasuredOp,
-    measure,
-)
+from autopar.planner.profile.rounds import EVICTED_BYTES, Limits, UnmeasuredOp, measure
 
 _MOST_GROUP_BYTES = 4 * 2**30
 _FREE_SHARE = 0.5  # the part of the free memory that probes may take
@@ -57,20 +50,10 @@ class Profiled:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProfiledDevice:
-    """A device of this machine: its data sheet, and the name by which torch calls it."""
-
-    device: Device
-    torch_name: str
-
-
-def local_device() -> ProfiledDevice:
+def local_device() -> Device:
     """Return the first GPU of this machine, else its CPU."""
     found = local_devices()
-    if found:
-        return ProfiledDevice(device=found[0], torch_name="cuda")
-    return ProfiledDevice(device=find_device("cpu"), torch_name="cpu")
+    return found[0] if found else find_device("cpu")
 
 
 def profile(
@@ -83,38 +66,43 @@ def profile(
 ) -> Profiled:
     """Measure the host and every distinct op of a model; slower ops get more of the time."""
     began = time.perf_counter()
-    place = local_device()
-    with as_in_training(place, request.precision):
+    device = local_device()
+    name, clock = device.torch_name, clock_of(device.torch_name)
+    with as_in_training(device, request.precision):
         report("measuring dispatch and the optimizer")
-        times = measure_host(graph, place.torch_name)
         host = MeasuredHost(
-            device=place.device.name,
+            device=device.name,
             threads=torch.get_num_threads(),
             torch=torch.__version__,
-            times=times,
+            times=measure_host(graph, name),
         )
-        probes = _probes(graph, axes, layers, request, place.device)
-        sampled, left_out = measure(
-            probes,
-            device=place.torch_name,
-            clock=clock_of(place.torch_name),
-            limits=_limits(request, place),
-            baseline=measure_baseline(clock_of(place.torch_name), place.torch_name),
+        free_share = int(_FREE_SHARE * _free_bytes(name))
+        ops, left_out = measure(
+            _probes(graph, axes, layers, request, device),
+            device=name,
+            clock=clock,
+            limits=Limits(
+                total_seconds=request.total_seconds,
+                op_seconds=request.op_seconds,
+                group_bytes=min(_MOST_GROUP_BYTES, free_share),
+                most_bytes=free_share,
+            ),
+            baseline=measure_baseline(clock, name),
             report=report,
         )
     return Profiled(
-        measured=MeasuredFile(ops=tuple(map(_op, sampled)), hosts=(host,)),
+        measured=MeasuredFile(ops=ops, hosts=(host,)),
         left_out=left_out,
         seconds=time.perf_counter() - began,
     )
 
 
 @contextmanager
-def as_in_training(place: ProfiledDevice, precision: Precision) -> Iterator[None]:
+def as_in_training(device: Device, precision: Precision) -> Iterator[None]:
     """Multiply as precisely as scripts do, with as many CPU threads as a rank under torchrun."""
     before, products = torch.get_num_threads(), torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision.products or products)
-    if place.torch_name == "cpu":
+    if device.is_cpu:
         torch.set_num_threads(threads_of_a_rank())
     try:
         yield
@@ -137,29 +125,10 @@ def _probes(
     return tuple(found.values())
 
 
-def _limits(request: ProfileRequest, place: ProfiledDevice) -> Limits:
-    free = _free_bytes(place)
-    return Limits(
-        total_seconds=request.total_seconds,
-        op_seconds=request.op_seconds,
-        group_bytes=min(_MOST_GROUP_BYTES, int(_FREE_SHARE * free)),
-        most_bytes=int(_FREE_SHARE * free),
-    )
-
-
-def _free_bytes(place: ProfiledDevice) -> int:
-    if place.torch_name == "cuda":
+def _free_bytes(device: str) -> int:
+    if device == "cuda":
         return int(torch.cuda.mem_get_info()[0])
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def _op(sampled: SampledTimes) -> MeasuredOp:
-    return MeasuredOp(
-        key=sampled.key,
-        timing=sampled.timing,
-        samples=sampled.samples,
-        torch=torch.__version__,
-    )
 
 
 _BLOCKS = 32
@@ -182,7 +151,7 @@ class _Block(nn.Module):
         return x.view(1) + self.weight
 
 
-def measure_baseline(clock: Clock, device: str) -> Baseline:
+def measure_baseline(clock: Clock, device: str) -> Timing:
     """Return the time of calling an op on one element, by the clock that times ops."""
     one, other = (torch.zeros(1, device=device, requires_grad=True) for _ in range(2))
     gradient = torch.ones(1, device=device)
@@ -194,7 +163,7 @@ def measure_baseline(clock: Clock, device: str) -> Baseline:
         forward.append(seconds)
         seconds, _ = clock.timed(partial(torch.autograd.grad, [result], [one, other], [gradient]))
         backward.append(seconds)
-    return Baseline(forward_seconds=median(forward), backward_seconds=median(backward))
+    return Timing(forward_seconds=median(forward), backward_seconds=median(backward))
 
 
 def measure_host(graph: Graph, device: str) -> HostTimes:
@@ -218,7 +187,7 @@ def _dispatch(device: str) -> tuple[float, float]:
     x = torch.zeros(1, device=device)
     forward: list[float] = []
     backward: list[float] = []
-    now = _host_clock(device)
+    now = host_clock(device)
     for _ in range(_REPEATS):
         _wait(device)
         began = now()
@@ -241,7 +210,7 @@ def _empty_step(device: str) -> tuple[float, float]:
     x = torch.zeros(1, device=device)
     both: list[float] = []
     rest: list[float] = []
-    now = _host_clock(device)
+    now = host_clock(device)
     for _ in range(_REPEATS):
         _wait(device)
         began = now()
@@ -290,17 +259,11 @@ def _update_seconds(sizes: Sequence[int], device: str) -> float:
 def _timed(work: Callable[[], object], scratch: Tensor, device: str) -> float:
     scratch.add_(1.0)
     _wait(device)
-    now = _host_clock(device)
+    now = host_clock(device)
     began = now()
     work()
     _wait(device)
     return now() - began
-
-
-def _host_clock(device: str) -> Callable[[], float]:
-    """Return a clock: the CPU time of a lone thread, or wall time with more threads or a GPU."""
-    lone = device == "cpu" and torch.get_num_threads() == 1
-    return time.thread_time if lone else time.perf_counter
 
 
 def _wait(device: str) -> None:

@@ -18,8 +18,9 @@ from statistics import median
 import torch
 
 from autopar.planner.cluster.toml_reading import bytes_text
-from autopar.planner.costs.ops.measurements import OpKey, Timing
+from autopar.planner.costs.ops.measurements import Timing
 from autopar.planner.profile.calls import CannotCallError, Clock, ProbeCall
+from autopar.planner.profile.measured import MeasuredOp
 from autopar.planner.profile.probes import Probe
 
 FEWEST_SAMPLES = 5
@@ -41,31 +42,11 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SampledTimes:
-    """The median times of an op, and the number of its samples."""
-
-    key: OpKey
-    timing: Timing
-    samples: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class UnmeasuredOp:
     """An op that was not measured, and why; formulas are used for it."""
 
     probe: Probe
     reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Baseline:
-    """The time of calling an op on one element, by the clock that times ops.
-
-    It is subtracted from every op's time, because dispatch is priced separately.
-    """
-
-    forward_seconds: float
-    backward_seconds: float
 
 
 @dataclass(slots=True)
@@ -86,11 +67,13 @@ def measure(
     device: str,
     clock: Clock,
     limits: Limits,
-    baseline: Baseline,
+    baseline: Timing,
     report: Callable[[str], None] = lambda _: None,
-) -> tuple[tuple[SampledTimes, ...], tuple[UnmeasuredOp, ...]]:
+) -> tuple[tuple[MeasuredOp, ...], tuple[UnmeasuredOp, ...]]:
     """Return the medians of all ops that ran within the limits, and the ops that were left out.
 
+    `baseline` is the time of calling an op on one element, by the same clock. It is subtracted from
+    every op's time, because dispatch is priced separately.
     Groups take turns. A slow minute of the machine then affects some samples of all groups, not all
     samples of one group.
     """
@@ -257,13 +240,14 @@ def _round(turn: Sequence[_RunningProbe], clock: Clock, scratch: torch.Tensor) -
         call.forget()
 
 
-def _medians(one: _RunningProbe, baseline: Baseline) -> SampledTimes:
+def _medians(one: _RunningProbe, baseline: Timing) -> MeasuredOp:
     backward = median(one.backward) - baseline.backward_seconds if one.backward else 0.0
-    return SampledTimes(
+    return MeasuredOp(
         key=one.probe.key,
         timing=Timing(
             forward_seconds=max(0.0, median(one.forward) - baseline.forward_seconds),
             backward_seconds=max(0.0, backward),
         ),
         samples=len(one.forward),
+        torch=torch.__version__,
     )

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import pytest
 
-from autopar.planner.costs.ops.measurements import OpKey
+from autopar.planner.costs.ops.measurements import OpKey, Timing
 from autopar.planner.precision import Precision
 from autopar.planner.profile.calls import ProbeCall, clock_of, threads_of_a_rank
 from autopar.planner.profile.probes import Probe, find_probes
@@ -20,7 +20,6 @@ from autopar.planner.profile.profile import (
 from autopar.planner.profile.rounds import (
     MOST_SAMPLES,
     VISITS,
-    Baseline,
     Limits,
     UnmeasuredOp,
     measure,
@@ -28,7 +27,7 @@ from autopar.planner.profile.rounds import (
 from tests.planner.costs.ops.op_factories import known, pricer
 
 Result = TypeVar("Result")
-NOTHING = Baseline(forward_seconds=0.0, backward_seconds=0.0)
+NOTHING = Timing(forward_seconds=0.0, backward_seconds=0.0)
 LIMITS = Limits(total_seconds=1.0, op_seconds=1.0, group_bytes=2**30, most_bytes=2**30)
 
 
@@ -65,7 +64,7 @@ def probes(rows: int = 4) -> tuple[Probe, ...]:
 
 
 def test_a_sample_is_the_median_without_what_an_empty_call_takes() -> None:
-    baseline = Baseline(forward_seconds=0.25, backward_seconds=0.5)
+    baseline = Timing(forward_seconds=0.25, backward_seconds=0.5)
     found, left_out = measure(
         probes(), device="cpu", clock=Steady(1.0), limits=LIMITS, baseline=baseline
     )
@@ -75,7 +74,7 @@ def test_a_sample_is_the_median_without_what_an_empty_call_takes() -> None:
 
 
 def test_an_empty_call_that_takes_longer_leaves_nothing_not_less() -> None:
-    baseline = Baseline(forward_seconds=2.0, backward_seconds=2.0)
+    baseline = Timing(forward_seconds=2.0, backward_seconds=2.0)
     found, _ = measure(probes(), device="cpu", clock=Steady(1.0), limits=LIMITS, baseline=baseline)
     assert {one.timing.forward_seconds for one in found} == {0.0}
 
