@@ -10,6 +10,7 @@ backward two.
 import argparse
 
 from autopar.planner.costs.schedules.orders import Action, ActionKind, PipelineShape
+from autopar.planner.costs.schedules.pipeline import order_of
 from autopar.planner.costs.schedules.simulation import StageSeconds, simulate
 from autopar.planner.costs.schedules.table import SCHEDULES, ScheduleKind, in_flight, schedule_of
 
@@ -24,7 +25,7 @@ def mark(action: Action) -> str:
 
 def drawn(kind: ScheduleKind, shape: PipelineShape, *, columns_per_forward: int) -> str:
     """Return the picture and one line that sums it up."""
-    schedule = schedule_of(kind, shape)
+    schedule, order = schedule_of(kind, shape), order_of(kind, shape)
     each = 1 / shape.stages_per_rank
     stage = StageSeconds(
         forward_seconds=each,
@@ -33,7 +34,7 @@ def drawn(kind: ScheduleKind, shape: PipelineShape, *, columns_per_forward: int)
         weight_gradient_seconds=each,
     )
     result = simulate(
-        schedule,
+        order,
         [stage] * shape.stages,
         transfer_seconds=[0.0] * (shape.stages - 1),
         transfer=SCHEDULES[kind].transfer,

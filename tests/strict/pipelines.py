@@ -39,7 +39,7 @@ def durations(stages: Sequence[StageSeconds], transfer_seconds: float) -> Durati
 
     def of_work(work: Hashable) -> float:
         assert isinstance(work, Action)
-        return dict(zip(ActionKind, stages[work.stage].of_kinds, strict=True))[work.kind]
+        return dict(zip(ActionKind, stages[work.stage], strict=True))[work.kind]
 
     return Durations(of_work=of_work, of_operation=lambda _: transfer_seconds)
 

@@ -29,7 +29,7 @@ from autopar.planner.costs.schedules.simulation import (
     Prepared,
     Simulation,
     StageSeconds,
-    simulate_prepared,
+    simulate,
 )
 from autopar.planner.costs.schedules.table import SCHEDULES, ScheduleKind, in_flight, rank_of
 
@@ -61,7 +61,7 @@ def times_of(stages: Sequence[StageSeconds], transfer_seconds: Sequence[float]) 
     """Return the seconds of stages and transfers in the order of a chain's counts."""
     times = np.zeros((len(stages), TRANSFER + 1))
     for row, stage in zip(times, stages, strict=True):
-        row[:TRANSFER] = stage.of_kinds
+        row[:TRANSFER] = stage
     times[: len(transfer_seconds), TRANSFER] = transfer_seconds
     return times
 
@@ -243,7 +243,7 @@ def _traced(
     reduction_seconds: Sequence[float],
 ) -> Iterator[Chain]:
     """Yield the critical chains of a simulated schedule, traced back from their ends."""
-    simulation = simulate_prepared(
+    simulation = simulate(
         order_of(kind, shape),
         stages,
         transfer_seconds=transfer_seconds,

@@ -18,7 +18,7 @@ from autopar.planner.costs.schedules.simulation import (
     Prepared,
     StageSeconds,
     prepared,
-    simulate_prepared,
+    simulate,
 )
 from autopar.planner.costs.schedules.table import (
     SCHEDULES,
@@ -220,7 +220,7 @@ def _run(
     stages: tuple[StageSeconds, ...],
     transfer_seconds: tuple[float, ...],
 ) -> PipelineSeconds:
-    simulation = simulate_prepared(
+    simulation = simulate(
         order_of(kind, shape),
         stages,
         transfer_seconds=transfer_seconds,

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,9 +23,8 @@ Floats = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageSeconds:
-    """The times of a stage for one microbatch.
+class StageSeconds(NamedTuple):
+    """The times of a stage for one microbatch, in the order of `ActionKind`.
 
     The full backward has its own time, because splitting it into halves is rarely free.
     """
@@ -34,32 +34,11 @@ class StageSeconds:
     input_gradient_seconds: float
     weight_gradient_seconds: float
 
-    @classmethod
-    def from_kinds(cls, seconds: Sequence[float]) -> StageSeconds:
-        """Return the times of a stage from seconds in the order of `ActionKind`."""
-        forward, backward, inputs, weights = seconds
-        return cls(
-            forward_seconds=forward,
-            backward_seconds=backward,
-            input_gradient_seconds=inputs,
-            weight_gradient_seconds=weights,
-        )
-
     @property
     def split_seconds(self) -> float:
         """The additional time of a backward in two halves."""
         halves = self.input_gradient_seconds + self.weight_gradient_seconds
         return halves - self.backward_seconds
-
-    @property
-    def of_kinds(self) -> tuple[float, float, float, float]:
-        """The seconds in the order of `ActionKind`."""
-        return (
-            self.forward_seconds,
-            self.backward_seconds,
-            self.input_gradient_seconds,
-            self.weight_gradient_seconds,
-        )
 
 
 class Transfer(Enum):
@@ -149,7 +128,7 @@ class Simulation:
 
 
 def prepared(schedule: Schedule) -> Prepared:
-    """Return a schedule in the form that `simulate_prepared` needs."""
+    """Return a schedule in the form that `simulate` needs."""
     firsts = np.array([0, *accumulate(map(len, schedule))])
     stage, kind, microbatch = columns_of([one for actions in schedule for one in actions])
     rank = np.repeat(np.arange(len(schedule)), np.diff(firsts))
@@ -210,19 +189,6 @@ def _rows(needs: Numbers, firsts: Numbers, schedule: Schedule) -> Numbers:
 
 
 def simulate(
-    schedule: Schedule,
-    stages: Sequence[StageSeconds],
-    *,
-    transfer_seconds: Sequence[float],
-    transfer: Transfer,
-) -> Simulation:
-    """Return when each action of a schedule runs; see `simulate_prepared`."""
-    return simulate_prepared(
-        prepared(schedule), stages, transfer_seconds=transfer_seconds, transfer=transfer
-    )
-
-
-def simulate_prepared(
     order: Prepared,
     stages: Sequence[StageSeconds],
     *,
@@ -241,7 +207,7 @@ def simulate_prepared(
     waits for a gradient from that receiver at the same time). The schedule must be a valid one.
     """
     _require_shapes(order, stages, transfer_seconds)
-    seconds = np.array([*(one.of_kinds for one in stages), (0.0,) * _KINDS]).ravel()[order.works]
+    seconds = np.array([*stages, (0.0,) * _KINDS]).ravel()[order.works]
     delays = np.array([*transfer_seconds, 0.0])[order.borders]
     starts, ends = np.zeros_like(seconds), np.zeros_like(seconds)
     ready_at, free = ends.ravel(), ends[0]

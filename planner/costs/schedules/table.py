@@ -44,10 +44,6 @@ class ScheduleKind(StrEnum):
         return self in (ScheduleKind.GPIPE, ScheduleKind.ONE_F_ONE_B)
 
 
-def _never(_: PipelineShape) -> str:
-    return ""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleFacts:
     """The order of a schedule, and facts that the order does not show."""
@@ -56,10 +52,10 @@ class ScheduleFacts:
     stages_per_rank: int | None = None  # the only number with which torch runs it; None: any
     # as in torch: with one stage per rank, a tensor is received only when it is needed
     transfer: Transfer
-    splits_backward: bool
+    splits_backward: bool = False
     # neighbours have process groups of their own, so that no message blocks another
     has_pairs: bool = True
-    refusal: Callable[[PipelineShape], str] = _never  # why torch refuses a shape, or ""
+    refusal: Callable[[PipelineShape], str] = lambda _: ""  # why torch refuses a shape, or ""
 
 
 @lru_cache(maxsize=2)  # one schedule is used twice: for its moments, and to simulate it
@@ -124,20 +120,17 @@ SCHEDULES: Mapping[ScheduleKind, ScheduleFacts] = MappingProxyType(
             order=gpipe,
             stages_per_rank=1,
             transfer=Transfer.ON_DEMAND,
-            splits_backward=False,
         ),
         ScheduleKind.ONE_F_ONE_B: ScheduleFacts(
             order=one_f_one_b,
             stages_per_rank=1,
             transfer=Transfer.ON_DEMAND,
-            splits_backward=False,
             has_pairs=False,
             refusal=_too_few_microbatches,
         ),
         ScheduleKind.INTERLEAVED_1F1B: ScheduleFacts(
             order=interleaved_1f1b,
             transfer=Transfer.OVERLAPPED,
-            splits_backward=False,
             refusal=_uneven_rounds,
         ),
         ScheduleKind.INTERLEAVED_ZERO_BUBBLE: ScheduleFacts(

@@ -115,8 +115,7 @@ class StageLoad:
         )
         if not (splits and self.splits_backward):
             return whole
-        return replace(
-            whole,
+        return whole._replace(
             input_gradient_seconds=backward - weights,
             weight_gradient_seconds=weights + action_seconds,
         )

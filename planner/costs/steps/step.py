@@ -247,7 +247,7 @@ def _stage_predictions(
             in_flight=count,
             memory=memories[rank],
             tensor_seconds=load.communication_seconds,
-            action_seconds=scheduled.of_kinds,
+            action_seconds=scheduled,
             transfer_seconds=transfer,
         )
         for stage, (load, scheduled, transfer, count) in enumerate(

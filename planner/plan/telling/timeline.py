@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 
 from autopar.planner.costs.prediction import StagePrediction
 from autopar.planner.costs.schedules.orders import ActionKind, Schedule
-from autopar.planner.costs.schedules.pipeline import pipeline_seconds
+from autopar.planner.costs.schedules.pipeline import order_of, pipeline_seconds
 from autopar.planner.costs.schedules.simulation import StageSeconds, Times, simulate
 from autopar.planner.costs.schedules.table import SCHEDULES, schedule_of, with_enough_rounds
 from autopar.planner.costs.steps.step import pipeline_shape
@@ -63,12 +63,14 @@ def timeline_of(plan: StoredPlan) -> Timeline:
     kind, whole = plan.arrangement.schedule, pipeline_shape(plan.arrangement)
     shape, stages = with_enough_rounds(kind, whole), _stage_seconds(plan)
     transfers = _transfer_seconds(plan)
-    schedule = schedule_of(kind, shape)
     found = simulate(
-        schedule, stages, transfer_seconds=transfers, transfer=SCHEDULES[kind].transfer
+        order_of(kind, shape),
+        stages,
+        transfer_seconds=transfers,
+        transfer=SCHEDULES[kind].transfer,
     )
     return Timeline(
-        actions=tuple(_timed(schedule, found.starts_seconds, found.ends_seconds)),
+        actions=tuple(_timed(schedule_of(kind, shape), found.starts_seconds, found.ends_seconds)),
         microbatches=shape.microbatches,
         is_whole=shape == whole,
         pipeline_seconds=found.step_seconds,
@@ -119,7 +121,7 @@ def _computed_share(stage: StagePrediction) -> float:
 
 
 def _scaled(seconds: StageSeconds, factor: float) -> StageSeconds:
-    return StageSeconds.from_kinds([factor * one for one in seconds.of_kinds])
+    return StageSeconds(*(factor * one for one in seconds))
 
 
 def _rest_seconds(plan: StoredPlan) -> float:
@@ -145,7 +147,7 @@ def _stage_seconds(plan: StoredPlan) -> tuple[StageSeconds, ...]:
             expected="a plan of this version of autopar",
             fix="plan again",
         )
-    return tuple(StageSeconds.from_kinds(one) for one in found if one is not None)
+    return tuple(StageSeconds(*one) for one in found if one is not None)
 
 
 def _timed(schedule: Schedule, starts: Times, ends: Times) -> Iterator[TimedAction]:

@@ -225,10 +225,7 @@ class Divisible:
             longest_chains(
                 question.arrangement.schedule,
                 question.shape,
-                [
-                    StageSeconds.from_kinds(row)
-                    for row in (times[:, :TRANSFER] * self.unit).tolist()
-                ],
+                [StageSeconds(*row) for row in (times[:, :TRANSFER] * self.unit).tolist()],
                 transfer_seconds=[self._sending * self.unit] * (question.shape.stages - 1),
                 reduction_seconds=(self._reduced() * self.unit).tolist(),
             )

@@ -1,6 +1,23 @@
-"""Equal stages, and the step seconds of schedules on them, as published."""
+"""Simulated schedules; equal stages, and the step seconds of schedules on them, as published."""
 
-from autopar.planner.costs.schedules.simulation import StageSeconds
+from collections.abc import Sequence
+
+from autopar.planner.costs.schedules import simulation
+from autopar.planner.costs.schedules.orders import Schedule
+from autopar.planner.costs.schedules.simulation import Simulation, StageSeconds, Transfer, prepared
+
+
+def simulate(
+    schedule: Schedule,
+    stages: Sequence[StageSeconds],
+    *,
+    transfer_seconds: Sequence[float],
+    transfer: Transfer,
+) -> Simulation:
+    """Return when each action of a schedule runs."""
+    return simulation.simulate(
+        prepared(schedule), stages, transfer_seconds=transfer_seconds, transfer=transfer
+    )
 
 
 def even_stages(

@@ -20,13 +20,14 @@ from autopar.planner.costs.schedules.pipeline import (
     uneven_gpipe_step_seconds,
     uneven_one_f_one_b_least_seconds,
 )
-from autopar.planner.costs.schedules.simulation import StageSeconds, Transfer, simulate
+from autopar.planner.costs.schedules.simulation import StageSeconds, Transfer
 from tests.cells import examples
 from tests.planner.costs.schedules.equal_stages import (
     even_stages,
     gpipe_step_seconds,
     interleaved_step_seconds,
     interleaved_zero_bubble_step_seconds,
+    simulate,
 )
 from tests.planner.costs.schedules.orders_read import peak_in_flight, shape_of
 

@@ -10,8 +10,9 @@ import pytest
 from autopar.planner.costs.schedules import pipeline
 from autopar.planner.costs.schedules.orders import PipelineShape
 from autopar.planner.costs.schedules.pipeline import pipeline_seconds
-from autopar.planner.costs.schedules.simulation import StageSeconds, simulate
+from autopar.planner.costs.schedules.simulation import StageSeconds
 from autopar.planner.costs.schedules.table import SCHEDULES, ScheduleKind, rank_of, schedule_of
+from tests.planner.costs.schedules.equal_stages import simulate
 
 FIGURES = (
     "forward_seconds",

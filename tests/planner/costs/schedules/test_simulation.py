@@ -16,13 +16,12 @@ from autopar.planner.costs.schedules.simulation import (
     Simulation,
     StageSeconds,
     Transfer,
-    simulate,
 )
 from autopar.planner.costs.schedules.table import SCHEDULES, ScheduleKind, refusal, schedule_of
 from autopar.planner.errors import InputError
 from tests.cells import examples
 from tests.clock import least_seconds
-from tests.planner.costs.schedules.equal_stages import even_stages
+from tests.planner.costs.schedules.equal_stages import even_stages, simulate
 from tests.planner.costs.schedules.orders_read import parse_schedule, shape_of
 
 SECONDS = st.floats(0.001, 10.0)
