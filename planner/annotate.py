@@ -14,6 +14,7 @@ from autopar.planner.cluster.cluster import Device
 from autopar.planner.costs.ops.case import LocalShapes, backward_flops, forward_flops, moved_bytes
 from autopar.planner.costs.ops.kept import TensorMemory, made_by, made_elements, names_kept
 from autopar.planner.costs.ops.pricer import OpPricer
+from autopar.planner.costs.prediction import State
 from autopar.planner.graph.graph import Graph
 from autopar.planner.graph.ops import Op, Parameter, Tensor, TensorOrigin
 from autopar.planner.layers import find_layers
@@ -130,20 +131,6 @@ class OpWork:
             backward_bytes=self.backward_bytes + other.backward_bytes,
             saved_bytes=self.saved_bytes + other.saved_bytes,
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class State:
-    """The bytes of parameters, gradients and optimizer states."""
-
-    parameter_bytes: int
-    gradient_bytes: int
-    optimizer_bytes: int
-
-    @property
-    def trainable(self) -> int:
-        """The number of elements that have a gradient."""
-        return self.gradient_bytes // GRADIENT_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

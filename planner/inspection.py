@@ -6,8 +6,9 @@ from collections import Counter
 from dataclasses import dataclass
 from math import prod
 
-from autopar.planner.annotate import Annotation, OpWork, State, annotate, state_of
+from autopar.planner.annotate import Annotation, OpWork, annotate, state_of
 from autopar.planner.axes.infer import GraphAxes, infer_axes
+from autopar.planner.costs.prediction import State
 from autopar.planner.findings.numbers import Unpriced, unpriced
 from autopar.planner.graph.graph import Graph
 from autopar.planner.graph.ops import Parameter

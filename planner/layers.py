@@ -10,14 +10,12 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Container, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from enum import StrEnum
-from typing import Any, Self
 
 from autopar.planner.axes.infer import GraphAxes
 from autopar.planner.graph.graph import Graph
 from autopar.planner.graph.layouts import Conversion
 from autopar.planner.graph.ops import Op, Ref, TensorOrigin, Value
-from autopar.planner.precision import Float8
+from autopar.planner.precision import Float8, RowEnum
 from autopar.planner.rules.rule import OpKind, is_random
 from autopar.planner.rules.signature import Leaf, substituted
 from autopar.planner.rules.table import kind_of, rule_of
@@ -299,10 +297,9 @@ def _runs(layers: tuple[Layer, ...]) -> Iterator[EqualLayers]:
             first = end
 
 
-class Compile(StrEnum):
+class Compile(RowEnum):
     """The parts of a model that are compiled with torch.compile."""
 
-    _value_: str
     takes_layers: bool  # each layer by itself; layers with equal code share the compiled code
     fuses_messages: bool  # messages between tensor ranks are sent while products are computed
     words: str  # of a plan
@@ -310,13 +307,6 @@ class Compile(StrEnum):
     NONE = "none", False, False, ""
     LAYERS = "layers", True, False, "compiled layers"
     FUSED = "fused", True, True, "compiled layers with fused messages"
-
-    def __new__(cls, name: str, *row: Any) -> Self:
-        """Return a choice with the columns of its row."""
-        one = str.__new__(cls, name)
-        one._value_ = name
-        one.takes_layers, one.fuses_messages, one.words = row
-        return one
 
 
 def products_beside(

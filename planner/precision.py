@@ -13,10 +13,23 @@ from autopar.planner.graph.ops import MODEL_DTYPE
 GRADIENT_BYTES = 4  # of one element: fp32 under every precision
 
 
-class Precision(StrEnum):
-    """The dtype of a model's floats in training; with 16 bits, the optimizer keeps fp32 weights."""
+class RowEnum(StrEnum):
+    """An enum of names. Each member has a row of values for the attributes that the class lists."""
 
     _value_: str
+
+    def __new__(cls, name: str, *row: Any) -> Self:
+        """Return a member whose attributes have the values of its row."""
+        one = str.__new__(cls, name)
+        one._value_ = name
+        for attribute, value in zip(cls.__annotations__, row, strict=True):
+            setattr(one, attribute, value)
+        return one
+
+
+class Precision(RowEnum):
+    """The dtype of a model's floats in training; with 16 bits, the optimizer keeps fp32 weights."""
+
     torch_name: str
     item_bytes: int  # of weights and activations
     scales_loss: bool  # small gradients would become 0: below 6e-8 in fp16
@@ -30,13 +43,6 @@ class Precision(StrEnum):
     TF32 = "tf32", "float32", 4, False, ("tf32",), "high", "fp32 whose products GPUs round"
     BF16 = "bf16", "bfloat16", 2, False, ("bf16", "fp16", "fp32"), "", "the default"
     FP16 = "fp16", "float16", 2, True, ("fp16", "fp32"), "", "its loss scaled"
-
-    def __new__(cls, name: str, *row: Any) -> Self:
-        """Return a precision with the columns of its row."""
-        one = str.__new__(cls, name)
-        one._value_ = name
-        one.torch_name, one.item_bytes, one.scales_loss, one.peaks, one.products, one.words = row
-        return one
 
     @property
     def is_half(self) -> bool:
@@ -72,14 +78,13 @@ class CastBytes:
 _SCALES = 1 / 32  # bytes for an element, if 32 share a scale of a byte
 
 
-class Float8(StrEnum):
+class Float8(RowEnum):
     """How compiled linear layers scale the factors of products in float8, by torchao.
 
     Separate kernels cast the factors. `rate` was fitted to three of the five published rowwise
     runs; the other two were held out (docs/accuracy.md).
     """
 
-    _value_: str
     units: str  # the dtype, in a device's peaks, of the units that compute the products
     multiple: int  # both sizes of a weight must be multiples: the kernels take no others
     precisions: tuple[Precision, ...]  # of weights and activations
@@ -114,14 +119,6 @@ class Float8(StrEnum):
         *(False, 1.0, _SCALES, "one for each 32 elements of a row or column"),
     )
 
-    def __new__(cls, name: str, *row: Any) -> Self:
-        """Return a kind of scaling whose attributes have the values of its row."""
-        one = str.__new__(cls, name)
-        one._value_ = name
-        one.units, one.multiple, one.precisions, one.casts, *others = row
-        one.gathers, one.rate, one.scale_bytes, one.words = others
-        return one
-
 
 class Allowed(StrEnum):
     """A choice that changes what is learnt: the search makes it only if it is allowed by name."""
@@ -133,10 +130,9 @@ class Allowed(StrEnum):
 SCALED_TOGETHER = 256  # gradients in int8 that share a scale; as many as in runtime/data_parallel
 
 
-class Compression(StrEnum):
+class Compression(RowEnum):
     """How gradients are sent where data ranks average them; it changes what is learnt."""
 
-    _value_: str
     share: float  # of the bytes of fp32 that are sent
     # What is lost on the way is added to the next gradients. So each rank keeps it, and gradients
     # are averaged once in a step, in buckets.
@@ -161,14 +157,6 @@ class Compression(StrEnum):
     # are bound by memory. Kernels read and write for an element: the sum with what was lost (12),
     # both products (8), what is lost now (12 + 8), the sum (12).
     POWERSGD = "powersgd", 0.0, True, 0.5, 52, True, "PowerSGD gradient sums", "by PowerSGD"
-
-    def __new__(cls, name: str, *row: Any) -> Self:
-        """Return a way of sending gradients with the columns of its row."""
-        one = str.__new__(cls, name)
-        one._value_ = name
-        one.share, one.keeps_lost, one.buffer_share, one.moved_bytes, *others = row
-        one.is_low_rank, one.words, one.sums = others
-        return one
 
     @property
     def rounds_sums(self) -> bool:
@@ -234,10 +222,9 @@ LOCAL_STEPS = 64  # between two outer steps, where no other number is declared
 LEAST_OF_PART = 2  # local steps for each part that has outer steps of its own
 
 
-class Outer(StrEnum):
+class Outer(RowEnum):
     """The optimizer that applies the mean of the replicas' changes over their local steps."""
 
-    _value_: str
     rate: float
     momentum: float  # Nesterov's
     copies: int  # fp32 tensors beside the parameters: the last common ones, and the momentum
@@ -245,13 +232,6 @@ class Outer(StrEnum):
     NONE = "none", 0.0, 0.0, 0
     NESTEROV = "nesterov", 0.7, 0.9, 2  # DiLoCo (Douillard et al., 2023)
     AVERAGE = "average", 1.0, 0.0, 1  # the mean of all parameters: local SGD (Stich, 2019)
-
-    def __new__(cls, name: str, *row: Any) -> Self:
-        """Return an outer optimizer with the columns of its row."""
-        one = str.__new__(cls, name)
-        one._value_ = name
-        one.rate, one.momentum, one.copies = row
-        return one
 
 
 # Losses of models after 300 steps: as they are without the choice, and with it. The tables of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from enum import IntEnum, StrEnum
+from enum import IntEnum
 from typing import Any, Self
 
 from autopar.planner.costs.collectives.conversions import NO_STATISTICS, Statistics
@@ -26,13 +26,20 @@ from autopar.planner.files import (
 )
 from autopar.planner.graph.ops import Op
 from autopar.planner.layers import Compile
-from autopar.planner.precision import Compression, Float8, Kernels, Outer, Precision
+from autopar.planner.precision import (
+    GRADIENT_BYTES,
+    Compression,
+    Float8,
+    Kernels,
+    Outer,
+    Precision,
+    RowEnum,
+)
 
 
-class Recompute(StrEnum):
+class Recompute(RowEnum):
     """How a layer saves memory until its backward."""
 
-    _value_: str
     runs_again: bool
     # of a layer that runs again: the ops whose results it saves besides its inputs; None: no op
     saved_ops: Callable[[Op, Kernels], bool] | None
@@ -48,14 +55,6 @@ class Recompute(StrEnum):
     CHUNKED = "chunked", False, None, True, ("CHUNKED",), True, False
     HOST = "host", False, None, True, ("ON_HOST",), False, True
     FULL_HOST = "full-host", True, None, True, ("RECOMPUTED", "ON_HOST"), False, True
-
-    def __new__(cls, name: str, *row: Any) -> Self:
-        """Return a mode with the columns of its row."""
-        one = str.__new__(cls, name)
-        one._value_ = name
-        one.runs_again, one.saved_ops, one.compiles, one.tables = row[:4]
-        one.makes_chunks, one.is_on_host = row[4:]
-        return one
 
     @property
     def wraps_layers(self) -> bool:
@@ -78,10 +77,9 @@ class Recompute(StrEnum):
         return self.saved_ops is not None and self.saved_ops(op, kernels)
 
 
-class Offload(StrEnum):
+class Offload(RowEnum):
     """What lies in the host's memory instead of the device's."""
 
-    _value_: str
     has_states: bool  # gradients and optimizer states; then the optimizer runs on the CPU
     has_outer: bool  # the state of local steps' outer optimizer, which then runs on the CPU
     words: str
@@ -94,13 +92,6 @@ class Offload(StrEnum):
     )
     OUTER = "outer", False, True, "outer optimizer on the host", ""
 
-    def __new__(cls, name: str, *row: Any) -> Self:
-        """Return a choice with the columns of its row."""
-        one = str.__new__(cls, name)
-        one._value_ = name
-        one.has_states, one.has_outer, one.words, one.meaning = row
-        return one
-
 
 class Zero(IntEnum):
     """A ZeRO level: what is divided between the ranks of the shard axis."""
@@ -109,36 +100,33 @@ class Zero(IntEnum):
     divides_optimizer: bool
     divides_gradients: bool  # a rank keeps only its part of a reduced gradient
     divides_parameters: bool  # each pass gathers them
-    shards_modules: bool  # by torch's fully_shard, which has no buckets of gradients
-    reduces_each: bool  # gradients are reduced in every backward of a step, not only in the last
+    # by torch's fully_shard: it has no buckets, and reduces gradients in every backward of a step
+    shards_modules: bool
     words: str
 
-    # level, divides optimizer states, gradients, parameters; shards modules; reduces each; words
-    # fmt: off
     NONE = (
-        0, False, False, False, False, False,
+        *(0, False, False, False, False),
         "each data rank has all parameters, gradients and optimizer states",
     )
     OPTIMIZER = (
-        1, True, False, False, False, False,
+        *(1, True, False, False, False),
         "each data rank has a part of the optimizer states",
     )
     GRADIENTS = (
-        2, True, True, False, True, True,
+        *(2, True, True, False, True),
         "each data rank has a part of the gradients and optimizer states",
     )
     PARAMETERS = (
-        3, True, True, True, True, True,
+        *(3, True, True, True, True),
         "each data rank has a part of the parameters, gradients and optimizer states",
     )
-    # fmt: on
 
     def __new__(cls, level: int, *row: Any) -> Self:
         """Return a level with the columns of its row."""
         one = int.__new__(cls, level)
         one._value_ = level
-        one.divides_optimizer, one.divides_gradients, one.divides_parameters, *others = row
-        one.shards_modules, one.reduces_each, one.words = others
+        one.divides_optimizer, one.divides_gradients, one.divides_parameters = row[:3]
+        one.shards_modules, one.words = row[3:]
         return one
 
     @property
@@ -210,7 +198,7 @@ class Arrangement:
     @property
     def reduces_each(self) -> bool:
         """Whether every backward of a step sends gradients: the device has no room for sums."""
-        return self.zero.reduces_each or self.offload.has_states
+        return self.zero.shards_modules or self.offload.has_states
 
     @property
     def shards_on_host(self) -> bool:
@@ -248,11 +236,37 @@ class Arrangement:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerCost:
-    """The cost of a layer on one rank for one microbatch, in one layout and recompute mode.
+class State:
+    """The bytes of parameters, gradients and optimizer states, before ZeRO divides them."""
+
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+
+    @property
+    def trainable(self) -> int:
+        """The number of elements that have a gradient."""
+        return self.gradient_bytes // GRADIENT_BYTES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankParameters(State):
+    """The parameters on one rank: those of a layer, or of all layers of a stage."""
+
+    trainable_tensors: int = 0
+    replicated_gradient_bytes: int = 0  # of R parameters: all-reduced over the tensor axis
+    whole_gradient_bytes: int = 0  # of R parameters and tied weights: int8 and PowerSGD send fp32
+    thin_gradient_bytes: int = 0  # of the other gradients, as PowerSGD sends them
+    # rows and elements of each weight that can be gathered in float8 instead of 16 bits
+    float8_weights: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankCost(RankParameters):
+    """The cost of one microbatch on one rank, for a layer or for all layers of a stage.
 
     Seconds include collectives on the tensor axis, which are not overlapped. The backward includes
-    recomputation. Bytes are those of this rank, before ZeRO divides them.
+    recomputation.
     """
 
     forward_seconds: float
@@ -260,21 +274,20 @@ class LayerCost:
     weight_gradient_seconds: float  # the part of the backward that a zero-bubble schedule defers
     communication_seconds: float  # part of forward and backward: collectives on the tensor axis
     recompute_seconds: float  # part of the backward: what the mode adds in order to save memory
-    saved_bytes: int  # kept from the forward to the backward of a microbatch
-    transient_bytes: int  # peak while the layer runs, in addition to saved_bytes
-    output_bytes: int  # sent to the next stage if a stage ends with this layer; one direction
-    parameters: int  # elements on this rank
-    trainable: int  # elements with a gradient and optimizer states
-    parameter_bytes: int
-    gradient_bytes: int
-    optimizer_bytes: int
-    replicated_gradient_bytes: int  # of R parameters: all-reduced over the tensor axis once a step
     measured_seconds: float  # the measured part of forward and backward; the rest is by formula
-    whole_gradient_bytes: int = 0  # of R parameters and tied weights: int8 and PowerSGD send fp32
-    thin_gradient_bytes: int = 0  # of the other gradients, as PowerSGD sends them
-    # rows and elements of each weight that can be gathered in float8 instead of 16 bits
-    float8_weights: tuple[tuple[int, int], ...] = ()
-    trainable_tensors: int = 0  # tensors that contain the trainable elements
+    saved_bytes: int  # kept from the forward to the backward of a microbatch
+    output_bytes: int  # sent to the next stage if a stage ends here; one direction
+    deferred_bytes: int = 0  # held by a split backward from its first half to its second
+    host_saved_bytes: int = 0  # in the host's memory from the forward to the backward
+    host_wait_seconds: float = 0.0  # part of recompute_seconds: exposed copies of these bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerCost(RankCost):
+    """The cost of a layer, in one layout and recompute mode."""
+
+    parameters: int  # elements on this rank
+    transient_bytes: int  # peak while the layer runs, in addition to saved_bytes
     # Of all ops with weights, the one whose backward needs most memory: how far memory then is
     # above saved_bytes, without the weight's gradient; negative if later ops have freed more.
     learning_bytes: int = 0
@@ -282,9 +295,6 @@ class LayerCost:
     early_gradient_bytes: int = 0  # of saved_bytes: gradients that a loss in chunks makes early
     # gradients of weights shared with other layers: later layers made them, earlier ones add theirs
     waiting_gradient_bytes: int = 0
-    deferred_bytes: int = 0  # held by a split backward from its first half to its second
-    host_saved_bytes: int = 0  # in the host's memory from the forward to the backward
-    host_wait_seconds: float = 0.0  # part of recompute_seconds: exposed copies of these bytes
     statistics: Statistics = NO_STATISTICS  # of batch norms synchronised over data ranks
 
 

@@ -11,7 +11,7 @@ from autopar.planner.costs.ops.case import OpSplit, split_of
 from autopar.planner.costs.ops.kept import KeptTensors
 from autopar.planner.costs.ops.measurements import OpCost
 from autopar.planner.costs.ops.pricer import OpPricer
-from autopar.planner.costs.prediction import Recompute
+from autopar.planner.costs.prediction import RankParameters, Recompute
 from autopar.planner.graph.layouts import WHOLE, Layout, LayoutKind, OpLayout
 from autopar.planner.graph.ops import Op, Parameter, TensorOrigin
 from autopar.planner.layers import Layer
@@ -38,19 +38,10 @@ UNSHARED = SharedWeights()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerParameters:
-    """A rank's parameters of a layer, before ZeRO divides them."""
+class LayerParameters(RankParameters):
+    """A rank's parameters of a layer."""
 
     parameters: int  # elements
-    trainable: int
-    trainable_tensors: int
-    parameter_bytes: int
-    gradient_bytes: int
-    optimizer_bytes: int
-    replicated_gradient_bytes: int  # all-reduced over the tensor axis
-    whole_gradient_bytes: int  # of these and of tied weights: int8 and PowerSGD send fp32
-    thin_gradient_bytes: int  # of the other gradients, compressed by PowerSGD
-    float8_weights: tuple[tuple[int, int], ...]  # (rows, elements) of each
     waiting_gradient_bytes: int
 
 
@@ -64,17 +55,15 @@ def layer_parameters(
     layouts = {name: parameters.get(name, WHOLE) for name in names}
     elements = {name: pricer.elements(name, layouts[name], flow.degree) for name in names}
     learned = [name for name in names if known[name].trainable]
-    trainable = sum(elements[name] for name in learned)
     replicated = [name for name in learned if layouts[name].kind is LayoutKind.REPLICATED]
     summed = {*replicated, *shared.tied.intersection(learned)}
     return LayerParameters(
         parameters=sum(elements.values()),
-        trainable=trainable,
         trainable_tensors=len(learned),
         parameter_bytes=sum(
             pricer.tensor_bytes(name, layouts[name], flow.degree) for name in names
         ),
-        gradient_bytes=GRADIENT_BYTES * trainable,
+        gradient_bytes=GRADIENT_BYTES * sum(elements[name] for name in learned),
         optimizer_bytes=sum(
             round(optimizer_bytes(pricer.precision, known[name].moments) * elements[name])
             for name in learned
@@ -176,7 +165,8 @@ def _between_saved(flow: LayerFlow, mode: Recompute) -> Recomputed:
     names = {name for name, _ in needed}
     again: list[PlacedOp] = []
     for one in reversed(flow.ops):
-        if flow.saves(mode, one) or not (one.kept.made or names.intersection(one.op.outputs)):
+        is_needed = one.kept.made or names.intersection(one.op.outputs)
+        if mode.saves(one.op, flow.pricer.kernels) or not is_needed:
             continue
         again.append(one)
         needed |= set(zip(one.op.inputs, one.layout.needs, strict=True))
@@ -230,10 +220,6 @@ class LayerFlow:
     conversions: tuple[LayerConversion, ...]
     degree: int
     shape: GroupShape  # of the tensor ranks
-
-    def saves(self, mode: Recompute, one: PlacedOp) -> bool:
-        """Whether the layer, if it runs again in this mode, saves the results of an op."""
-        return mode.saves(one.op, self.pricer.kernels)
 
     def made_here(self, tensor: str) -> bool:
         """Whether an op of this layer makes a tensor."""

@@ -82,7 +82,7 @@ def saved_places(flow: LayerFlow, mode: Recompute) -> dict[MemoryPlace, int]:
         return kept_places(flow)
     places = input_places(flow)
     for one in flow.ops:
-        if flow.saves(mode, one) and one.is_differentiable:
+        if mode.saves(one.op, flow.pricer.kernels) and one.is_differentiable:
             places |= _own_places(one)
             places |= dict(_places(flow, one, one.op.outputs))
     return places

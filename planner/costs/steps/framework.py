@@ -143,7 +143,7 @@ def gradient_seconds(
         return 0.0
     casts = float(arrangement.precision.is_half)
     leaves = arrangement.offload.has_states
-    keeps_whole = not (arrangement.divided.reduces_each or leaves)
+    keeps_whole = not (arrangement.divided.shards_modules or leaves)
     sums = keeps_whole * (1 - 1 / arrangement.microbatches)
     copies = arrangement.has_buckets / (1 if leaves else arrangement.microbatches)
     casting = _CAST_BYTES * casts / rates.access.casting

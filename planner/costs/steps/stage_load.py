@@ -19,7 +19,7 @@ from autopar.planner.cluster.shape import (
 from autopar.planner.costs.collectives.choice import collective_seconds
 from autopar.planner.costs.collectives.conversions import Statistics
 from autopar.planner.costs.kernels.rates import Throughput, rates_of
-from autopar.planner.costs.prediction import Arrangement, LayerCost
+from autopar.planner.costs.prediction import Arrangement, LayerCost, RankCost
 from autopar.planner.costs.schedules.simulation import StageSeconds
 from autopar.planner.costs.steps.framework import (
     OUTER_STEP_BYTES,
@@ -56,29 +56,12 @@ class LayerWork:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StageLoad:
-    """A stage: the seconds of one microbatch, and the bytes of its parameters on one rank."""
+class StageLoad(RankCost):
+    """A stage: the sums over its layers.
 
-    forward_seconds: float
-    backward_seconds: float
-    weight_gradient_seconds: float
-    communication_seconds: float
-    recompute_seconds: float
-    measured_seconds: float
-    saved_bytes: int
-    output_bytes: int
-    trainable: int
-    trainable_tensors: int
-    parameter_bytes: int
-    gradient_bytes: int
-    optimizer_bytes: int
-    replicated_gradient_bytes: int
-    whole_gradient_bytes: int
-    thin_gradient_bytes: int
-    float8_weights: tuple[tuple[int, int], ...]  # rows, elements of all weights with these rows
-    deferred_bytes: int
-    host_saved_bytes: int
-    host_wait_seconds: float
+    `float8_weights` has the rows of weights, and the elements of all weights with these rows.
+    """
+
     works: tuple[LayerWork, ...]  # in the order of the layers
     layers: tuple[RepeatedLayers, ...]
     gradient_seconds: float = 0.0  # of casting and adding up the gradients, part of a backward
@@ -121,10 +104,7 @@ class StageLoad:
         )
 
 
-# Each of these fields is the sum of the layers' costs in the field of the same name.
-_SUMMED = {one.name for one in fields(StageLoad)} & {one.name for one in fields(LayerCost)} - {
-    *("output_bytes", "float8_weights")
-}
+_SUMMED = {one.name for one in fields(RankCost)} - {"output_bytes", "float8_weights"}
 
 
 def stage_load(layers: Sequence[LayerCost]) -> StageLoad:

@@ -8,42 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import ceil
-from typing import Protocol
 
-from autopar.planner.costs.prediction import Arrangement
+from autopar.planner.costs.prediction import Arrangement, RankParameters, State
 from autopar.planner.costs.schedules.table import SCHEDULES
-
-
-class ParameterTotals(Protocol):
-    """The parameters of a layer or a model on a rank, before ZeRO divides them."""
-
-    @property
-    def parameter_bytes(self) -> int:
-        """Bytes of parameters."""
-
-    @property
-    def trainable(self) -> int:
-        """Elements that have a gradient."""
-
-    @property
-    def gradient_bytes(self) -> int:
-        """Bytes of gradients, in fp32."""
-
-    @property
-    def optimizer_bytes(self) -> int:
-        """Bytes of optimizer states."""
-
-
-class GatheredParameters(Protocol):
-    """The parameters that a rank gathers."""
-
-    @property
-    def parameter_bytes(self) -> float:
-        """Bytes of parameters."""
-
-    @property
-    def float8_weights(self) -> tuple[tuple[int, int], ...]:
-        """Rows and elements of weights that can be gathered in float8 instead of 16 bits."""
+from autopar.planner.costs.steps.overlap import LayerLoad
 
 
 def float8_parts(arrangement: Arrangement) -> int:
@@ -55,17 +23,17 @@ def float8_parts(arrangement: Arrangement) -> int:
     return arrangement.shard if arrangement.float8.gathers and is_here else 0
 
 
-def float8_elements(load: GatheredParameters, parts: int) -> int:
+def float8_elements(load: RankParameters | LayerLoad, parts: int) -> int:
     """Return the elements that are gathered in float8: of weights whose rows the parts divide."""
     return sum(size for rows, size in load.float8_weights if parts and rows % parts == 0)
 
 
-def gathered_bytes(load: GatheredParameters, *, float8_parts: int) -> float:
+def gathered_bytes(load: RankParameters | LayerLoad, *, float8_parts: int) -> float:
     """Return the bytes of parameters as they are gathered; an element in float8 saves one byte."""
     return load.parameter_bytes - float8_elements(load, float8_parts)
 
 
-def reduced_state_bytes(totals: ParameterTotals, arrangement: Arrangement) -> int:
+def reduced_state_bytes(totals: State, arrangement: Arrangement) -> int:
     """Return the bytes of parameters, gradients and states when all gradients have been reduced."""
     lasting = _lasting_gradient_bytes(totals.gradient_bytes, arrangement)
     stays = not arrangement.offload.has_states
@@ -73,7 +41,7 @@ def reduced_state_bytes(totals: ParameterTotals, arrangement: Arrangement) -> in
     return layer_state_bytes(totals, arrangement) - lasting + max(lasting, reduced)
 
 
-def layer_state_bytes(cost: ParameterTotals, arrangement: Arrangement) -> int:
+def layer_state_bytes(cost: State, arrangement: Arrangement) -> int:
     """Return the bytes of a layer's parameters, gradients and states on a rank under ZeRO."""
     return (
         _parameter_bytes(cost.parameter_bytes, cost.trainable, arrangement)
@@ -82,7 +50,7 @@ def layer_state_bytes(cost: ParameterTotals, arrangement: Arrangement) -> int:
     )
 
 
-def host_bytes(totals: ParameterTotals, arrangement: Arrangement) -> int:
+def host_bytes(totals: State, arrangement: Arrangement) -> int:
     """Return what a rank has in the host's memory.
 
         this rank's part of (states + fp32 weights + gradients)
@@ -110,9 +78,7 @@ def host_bytes(totals: ParameterTotals, arrangement: Arrangement) -> int:
 _ARRIVING_BYTES = 32 * 2**20  # runtime/ranks/transport.py adds gradients in pieces of this size
 
 
-def state_by_category(
-    loads: Sequence[ParameterTotals], arrangement: Arrangement
-) -> tuple[int, int, int]:
+def state_by_category(loads: Sequence[State], arrangement: Arrangement) -> tuple[int, int, int]:
     """Return parameters, gradients and optimizer states, as ZeRO divides them."""
     return (
         _parameter_bytes(
@@ -163,7 +129,7 @@ def _lasting_gradient_bytes(size_bytes: int, arrangement: Arrangement) -> int:
     is_clear = arrangement.is_one_pass and not arrangement.keeps_buckets
     if is_clear or arrangement.offload.has_states:
         return 0
-    lasting = _part(size_bytes, arrangement.shard, arrangement.divided.reduces_each)
+    lasting = _part(size_bytes, arrangement.shard, arrangement.divided.divides_gradients)
     return lasting + _lost_bytes(size_bytes, arrangement)
 
 
@@ -212,17 +178,17 @@ def _part(size_bytes: int, ranks: int, is_divided: bool) -> int:
     return -(-size_bytes // ranks) if is_divided else size_bytes
 
 
-def lasting_bytes(loads: Sequence[ParameterTotals], arrangement: Arrangement) -> int:
+def lasting_bytes(loads: Sequence[State], arrangement: Arrangement) -> int:
     """Return what stages hold throughout a step: their state, and the sent copy of a bucket."""
     return sum(state_by_category(loads, arrangement)) + sent_bucket_bytes(loads, arrangement)
 
 
-def state_bytes(load: ParameterTotals, arrangement: Arrangement) -> int:
+def state_bytes(load: State, arrangement: Arrangement) -> int:
     """Return the bytes of a stage's parameters, gradients and states, as ZeRO divides them."""
     return sum(state_by_category([load], arrangement))
 
 
-def sent_bucket_bytes(loads: Sequence[ParameterTotals], arrangement: Arrangement) -> int:
+def sent_bucket_bytes(loads: Sequence[State], arrangement: Arrangement) -> int:
     """Return the compressed copies of a bucket that ZeRO-0 and 1 send."""
     if not arrangement.has_buckets:
         return 0
@@ -244,9 +210,8 @@ def loses_unkept(arrangement: Arrangement) -> bool:
     afterwards. In fp16 the loss scale changes from step to step, and errors with it. Replicas that
     take local steps would store their errors under the same names.
     """
-    takes_each = arrangement.reduces_each or arrangement.zero.shards_modules
-    is_unkept = takes_each or arrangement.precision.scales_loss or arrangement.is_local
-    return arrangement.compression.keeps_lost and is_unkept
+    is_unkept = arrangement.reduces_each or arrangement.precision.scales_loss
+    return arrangement.compression.keeps_lost and (is_unkept or arrangement.is_local)
 
 
 def offloads_wrongly(arrangement: Arrangement) -> bool:

@@ -307,7 +307,6 @@ class Bounds:
             parameter_bytes=int(least_bytes),
             gradient_bytes=int(share * held.gradient_bytes),
             optimizer_bytes=int(share * held.optimizer_bytes),
-            trainable=int(share * held.trainable),
         )
         facts = facts_of([raised.get(id(one), one) for one in row])
         plain = raised[id(row[places[0]])][Recompute.NONE]

@@ -19,7 +19,6 @@ LAYER = LayerCost(
     transient_bytes=40,
     output_bytes=1_000_000,
     parameters=1_000_000,
-    trainable=1_000_000,
     parameter_bytes=2_000_000,
     gradient_bytes=4_000_000,
     optimizer_bytes=12_000_000,
