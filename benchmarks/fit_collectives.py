@@ -19,7 +19,7 @@ from autopar.planner.costs.collectives.algorithms import (
     Protocol,
     read_collective_constants,
 )
-from autopar.planner.costs.collectives.choice import collective_seconds
+from autopar.planner.costs.collectives.choice import ways
 from benchmarks.fit_collectives_tables import MEBIBYTE, Row, nccl_rows, simai_rows, simumax_rows
 
 CLASSES = (
@@ -34,7 +34,8 @@ STIFFNESS = 0.01  # mean |log error| that moving one constant by a factor e must
 def errors(rows: Sequence[Row], constants: CollectiveConstants) -> list[float]:
     """Return predicted bus bandwidth ÷ measured − 1, row by row."""
     return [
-        row.seconds / collective_seconds(row.collective, row.payload_bytes, row.shape, constants)
+        row.seconds
+        / min(way.seconds for way in ways(row.collective, row.payload_bytes, row.shape, constants))
         - 1
         for row in rows
     ]

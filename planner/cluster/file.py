@@ -22,14 +22,13 @@ from autopar.planner.cluster.sheet import (
     LINK_KEYS,
     device_of,
     device_sheet,
-    device_tables,
     fabric_of,
     find_device,
     known_fabrics,
     known_links,
     link_of,
-    link_tables,
     local_devices,
+    tables,
     with_host_memory,
 )
 from autopar.planner.cluster.toml_reading import TOP, parsed, placed
@@ -77,14 +76,16 @@ def _sections(table: Mapping[str, object], name: str) -> Mapping[str, Mapping[st
 def _own_link(name: str, table: Mapping[str, object]) -> Link:
     where = f"links.{name}"
     reading.refuse_unknown(table, ("like", *LINK_KEYS), where=where)
-    return link_of(name, _based(table, link_tables("link"), where=where), where=where)
+    return link_of(name, _based(table, tables("links.toml", "link"), where=where), where=where)
 
 
 def _own_device(name: str, table: Mapping[str, object], links: Mapping[str, Link]) -> Device:
     where = f"devices.{name}"
     if "like" not in table:
         return device_of(name, table, where=where, links=links)
-    base = device_tables()[find_device(reading.text(table, "like", where=where)).name]
+    base = tables("devices.toml", "device")[
+        find_device(reading.text(table, "like", where=where)).name
+    ]
     inherited = {key: value for key, value in base.items() if key not in ("aliases", "source")}
     own = {key: value for key, value in table.items() if key != "like"}
     return device_of(name, {**inherited, **own}, where=where, links=links)
@@ -144,12 +145,7 @@ def _node(
     node = default_node(device, count, is_bridged=is_bridged)
     if "link" not in table:
         return node
-    name_of_link = reading.text(table, "link", where=where)
-    known = {
-        **{name: link_of(name, one, where=name) for name, one in link_tables("link").items()},
-        **links,
-    }
-    link = reading.choice({"link": name_of_link}, "link", known, where=where)
+    link = reading.choice(table, "link", {**known_links(), **links}, where=where)
     return replace(node, link=link, socket_link=None)
 
 
@@ -166,7 +162,7 @@ def _known_device(name: str, own: Mapping[str, Device], *, where: str) -> Device
 def _network(value: object, nodes: list[Machine]) -> Link:
     table = reading.subtable(value, where="network")
     reading.refuse_unknown(table, NETWORK_KEYS, where="network")
-    return _fabric("network", _based(table, link_tables("fabric"), where="network"), nodes)
+    return _fabric("network", _based(table, tables("links.toml", "fabric"), where="network"), nodes)
 
 
 def _racks(value: object, nodes: list[Machine]) -> Racks:

@@ -3,11 +3,9 @@
 import difflib
 import os
 import sys
-import tomllib
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
-from importlib import resources
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -63,7 +61,7 @@ def known_links() -> Mapping[str, Link]:
     return MappingProxyType(
         {
             name: link_of(name, table, where=f"link.{name}")
-            for name, table in _tables("links.toml", "link")
+            for name, table in tables("links.toml", "link").items()
         }
     )
 
@@ -74,7 +72,7 @@ def known_fabrics() -> Mapping[str, Link]:
     return MappingProxyType(
         {
             name: fabric_of(name, table, where=f"fabric.{name}")
-            for name, table in _tables("links.toml", "fabric")
+            for name, table in tables("links.toml", "fabric").items()
         }
     )
 
@@ -85,7 +83,7 @@ def device_sheet() -> Mapping[str, Device]:
     return MappingProxyType(
         {
             name: device_of(name, table, where=f"device.{name}")
-            for name, table in _tables("devices.toml", "device")
+            for name, table in tables("devices.toml", "device").items()
         }
     )
 
@@ -202,7 +200,7 @@ def device_of(
 
 def _host(table: Mapping[str, object], *, where: str) -> HostShare:
     """Return a device's host: a usual one, except for figures that the table gives."""
-    known = dict(_tables("devices.toml", "host"))
+    known = tables("devices.toml", "host")
     usual = reading.choice(table, "host", known, where=where, default=DEFAULT_HOST)
     own = {key: table.get(f"host_{key}", usual[key]) for key in _HOST_KEYS}
     return HostShare(
@@ -237,19 +235,17 @@ def _peaks(value: object, *, where: str) -> tuple[tuple[str, float], ...]:
 def _names() -> Mapping[str, str]:
     """Map the name and the aliases of each device to its canonical name."""
     names = {name: name for name in device_sheet()}
-    for name, table in _tables("devices.toml", "device"):
-        aliases = table.get("aliases", ())
-        assert isinstance(aliases, (list, tuple))
-        for alias in aliases:
-            assert names.setdefault(str(alias), name) == name, f"{alias} names two devices"
+    for name, table in tables("devices.toml", "device").items():
+        for alias in table.get("aliases", ()):
+            assert names.setdefault(alias, name) == name, f"{alias} names two devices"
     return MappingProxyType(names)
 
 
 @cache
-def _tables(file: str, section: str) -> tuple[tuple[str, Mapping[str, object]], ...]:
-    source = resources.files("autopar.planner.cluster").joinpath(file)
-    found = tomllib.loads(source.read_text(encoding="utf-8"))[section]
-    return tuple((name, _frozen(table)) for name, table in found.items())
+def tables(file: str, section: str) -> Mapping[str, Mapping[str, Any]]:
+    """Return the tables in a section of devices.toml or links.toml, by their names."""
+    found = reading.shipped("cluster", file)[section]
+    return MappingProxyType({name: _frozen(table) for name, table in found.items()})
 
 
 def _frozen(value: Any) -> Any:
@@ -257,18 +253,6 @@ def _frozen(value: Any) -> Any:
     if isinstance(value, dict):
         return MappingProxyType({key: _frozen(one) for key, one in value.items()})
     return tuple(map(_frozen, value)) if isinstance(value, list) else value
-
-
-@cache
-def device_tables() -> Mapping[str, Mapping[str, object]]:
-    """Return the tables of devices.toml, from which a cluster file may start (`like = …`)."""
-    return MappingProxyType(dict(_tables("devices.toml", "device")))
-
-
-@cache
-def link_tables(section: str) -> Mapping[str, Mapping[str, object]]:
-    """Return the tables of links.toml in section "link" or "fabric"."""
-    return MappingProxyType(dict(_tables("links.toml", section)))
 
 
 GIBIBYTE = 2**30

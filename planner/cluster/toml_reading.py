@@ -8,6 +8,7 @@ import re
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from importlib import resources
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -163,6 +164,25 @@ def _fix(fault: str, line: str) -> str:
     if not known and bare:
         return f'texts need quotes: {bare["key"]} = "{bare["text"]}"'
     return known or _ELSE
+
+
+def shipped(folder: str, file: str) -> dict[str, Any]:
+    """Return the content of a TOML file that autopar ships in a folder of the planner."""
+    source = resources.files(f"autopar.planner.{folder}").joinpath(file)
+    return tomllib.loads(source.read_text(encoding="utf-8"))
+
+
+def in_plain_units(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a shipped table with its figures in seconds and bytes: 25e-6 for "25 us"."""
+
+    def plain(value: object) -> object:
+        figure = FIGURE.fullmatch(value) if isinstance(value, str) else None
+        if figure is None:
+            return value
+        parse = parse_seconds if figure[2] in SECONDS else parse_bytes
+        return parse(value, where="")
+
+    return {key: plain(value) for key, value in table.items()}
 
 
 TOP = "the top of the file"

@@ -1,21 +1,19 @@
-"""The time of one collective from latency and rate: one function per algorithm.
+"""The time that bytes of a collective take on the links: one function per algorithm.
 
 Words: `payload_bytes` is the size as nccl-tests counts it: of the tensor for all-reduce
 and broadcast, of the gathered result for all-gather, of the whole input of one rank for
 reduce-scatter and all-to-all, of the message for point to point. `rate` is bytes per second, one
-direction, of one rank (or of the narrowest cut of a ring). `hops_seconds` is the latency of going
-once round a ring or once down a chain. Formulas call these S, β and H, the number of ranks n, and
-the latency of one hop α. One rank costs nothing.
+direction, of one rank (or of the narrowest cut of a ring). Formulas call these S and β, and the
+number of ranks n. There are at least two ranks. The latencies are added in choice.py.
 """
 
 import math
-import tomllib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
-from importlib import resources
+from typing import Any
 
 from autopar.planner.cluster.cluster import Backend, Collective
-from autopar.planner.cluster.toml_reading import figure, flag, number, parse_seconds
+from autopar.planner.cluster.toml_reading import in_plain_units, shipped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,9 +23,9 @@ class Protocol:
     name: str
     base_seconds: float  # of one call
     hop_factor: float  # multiplies the link's latency per hop
-    hop_seconds: float  # added per hop
     fraction: float  # fraction of the link's rate for long transfers
     crosses_networks: bool
+    hop_seconds: float = 0.0  # added per hop
     scatters_whole: bool = False  # a reduce-scatter sends as much as an all-reduce
     rings_only: bool = False  # no trees
     # in a gather or an all-to-all, a rank sends its message to a peer before it asks for the peer's
@@ -91,97 +89,36 @@ class CollectiveConstants:
 
 
 @cache
-def without_latency(
-    protocol: Protocol, constants: CollectiveConstants
-) -> tuple[Protocol, CollectiveConstants]:
-    """Return the protocol and the constants with zero latencies."""
-    return (
-        replace(protocol, base_seconds=0.0, hop_factor=0.0, hop_seconds=0.0),
-        replace(constants, tree_chunk_seconds=0.0, in_switch_seconds=0.0),
-    )
-
-
-@cache
 def read_collective_constants() -> CollectiveConstants:
     """Return the constants that autopar ships."""
-    source = resources.files("autopar.planner.costs.collectives").joinpath("protocols.toml")
-    table = tomllib.loads(source.read_text(encoding="utf-8"))
-    rates = table["algorithm"]
+    table = shipped("costs.collectives", "protocols.toml")
     return CollectiveConstants(
-        nccl=_protocols(table["protocol"]),
+        nccl=_protocols(table["nccl"]),
         gloo=_protocols(table["gloo"]),
-        tree_fraction=rates["tree_fraction"],
-        tree_hop_factor=rates["tree_hop_factor"],
-        chunk_ramp_seconds=parse_seconds(rates["chunk_ramp_seconds"], where="algorithm"),
-        tree_chunk_seconds=parse_seconds(rates["tree_chunk_seconds"], where="algorithm"),
-        in_switch_seconds=parse_seconds(rates["in_switch_seconds"], where="algorithm"),
-        point_to_point_fraction=rates["point_to_point_fraction"],
-        all_to_all_fraction=rates["all_to_all_fraction"],
+        **in_plain_units(table["algorithm"]),
     )
 
 
-def _protocols(tables: dict[str, dict[str, object]]) -> tuple[Protocol, ...]:
-    return tuple(
-        Protocol(
-            name=name,
-            base_seconds=figure(table, "base", parse_seconds, where=name),
-            hop_factor=number(table, "hop_factor", where=name),
-            hop_seconds=figure(table, "hop", parse_seconds, where=name, default=0.0),
-            fraction=number(table, "fraction", where=name),
-            crosses_networks=flag(table, "crosses_networks", where=name),
-            scatters_whole=flag(table, "scatters_whole", where=name),
-            rings_only=flag(table, "rings_only", where=name),
-            asks_last=flag(table, "asks_last", where=name),
-        )
-        for name, table in tables.items()
-    )
+def _protocols(tables: dict[str, dict[str, Any]]) -> tuple[Protocol, ...]:
+    return tuple(Protocol(name=name, **in_plain_units(row)) for name, row in tables.items())
 
 
-def ring_all_reduce_seconds(
-    payload_bytes: float, ranks: int, *, rate: float, hops_seconds: float
-) -> float:
+def ring_all_reduce_seconds(payload_bytes: float, ranks: int, *, rate: float) -> float:
     """Return the time of a ring all-reduce: a reduce-scatter round, then an all-gather round.
 
-    T = 2·H + 2·(n−1)/n · S/β, H = Σ α over the n−1 hops of one round. Source: Patarasuk and Yuan,
-    Bandwidth optimal all-reduce algorithms (2009). Leaves out the time to add, and ranks that
-    arrive late.
+    W = 2·(n−1)/n · S/β. Source: Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms (2009).
+    Two rings that run against each other have half of the payload each. Leaves out the time to add,
+    and ranks that arrive late.
     """
-    if ranks == 1:
-        return 0.0
-    return 2 * hops_seconds + 2 * (ranks - 1) / ranks * payload_bytes / rate
+    return 2 * (ranks - 1) / ranks * payload_bytes / rate
 
 
-def double_ring_all_reduce_seconds(
-    payload_bytes: float, ranks: int, *, rate: float, hops_seconds: float
-) -> float:
-    """Return the time of two rings that run against each other, each with half of the payload.
-
-    T = 2·H + (n−1)/n · S/β, where β is the rate of one direction of one link. Leaves out that one
-    processor adds for both rings.
-    """
-    return ring_all_reduce_seconds(payload_bytes / 2, ranks, rate=rate, hops_seconds=hops_seconds)
-
-
-def ring_all_gather_seconds(
-    payload_bytes: float, ranks: int, *, rate: float, hops_seconds: float
-) -> float:
+def ring_all_gather_seconds(payload_bytes: float, ranks: int, *, rate: float) -> float:
     """Return the time of a ring all-gather, and of a ring reduce-scatter, its reverse.
 
-    T = H + (n−1)/n · S/β. Source as for the all-reduce. Leaves out the sums of a reduce-scatter.
+    W = (n−1)/n · S/β. Source as for the all-reduce. Leaves out the sums of a reduce-scatter.
     """
-    if ranks == 1:
-        return 0.0
-    return hops_seconds + (ranks - 1) / ranks * payload_bytes / rate
-
-
-def double_ring_all_gather_seconds(
-    payload_bytes: float, ranks: int, *, rate: float, hops_seconds: float
-) -> float:
-    """Return the time of an all-gather on two opposite rings, each with half of the payload.
-
-    T = H + (n−1)/n · S/(2β).
-    """
-    return ring_all_gather_seconds(payload_bytes / 2, ranks, rate=rate, hops_seconds=hops_seconds)
+    return (ranks - 1) / ranks * payload_bytes / rate
 
 
 def tree_depth(units: int) -> int:
@@ -189,111 +126,53 @@ def tree_depth(units: int) -> int:
     return math.ceil(math.log2(units)) if units > 1 else 0
 
 
-def tree_all_reduce_seconds(
-    payload_bytes: float, ranks: int, *, rate: float, units: int, depth_seconds: float
-) -> float:
+def tree_all_reduce_seconds(payload_bytes: float, *, rate: float, units: int) -> float:
     """Return the time of an all-reduce on two binary trees: sums go up, results come down.
 
     Each tree takes half of the payload.
 
-    T = 2·D + c·S/β; D = Σ α from leaf to root; every rank is an inner node of one tree and a leaf
-    of the other, so it sends 2·S in all: c = 2, and c = 1 for two units, which swap their halves.
-    `units` is the number of groups (such as nodes) that the trees join at this rate. Source:
-    Sanders, Speck, Träff, Two-tree algorithms (2009). Leaves out filling the pipeline of chunks.
+    W = c·S/β: every rank is an inner node of one tree and a leaf of the other, so it sends 2·S in
+    all: c = 2, and c = 1 for two units, which swap their halves. `units` is the number of groups
+    (such as nodes) that the trees join at this rate. Source: Sanders, Speck, Träff, Two-tree
+    algorithms (2009). Leaves out filling the pipeline of chunks.
     """
-    if ranks == 1:
-        return 0.0
-    return 2 * depth_seconds + (1 if units == 2 else 2) * payload_bytes / rate
+    return (1 if units == 2 else 2) * payload_bytes / rate
 
 
-def in_switch_all_reduce_seconds(
-    payload_bytes: float, ranks: int, *, rate: float, setup_seconds: float
-) -> float:
+def in_switch_all_reduce_seconds(payload_bytes: float, ranks: int, *, rate: float) -> float:
     """Return the time of an all-reduce in a switch that sums and multicasts.
 
-    T = σ + (1 + 1/n)·S/β. The switch sums: each rank sends it all of its S, and fetches the sum of
-    one n-th part. Then each rank sends this sum, S/n, to the switch, which multicasts it. On 5 to 8
+    W = (1 + 1/n)·S/β. The switch sums: each rank sends it all of its S, and fetches the sum of one
+    n-th part. Then each rank sends this sum, S/n, to the switch, which multicasts it. On 5 to 8
     H200 the implied rate is constant within 2 %, on 6 to 8 B200 within 1 %. Leaves out the
     registration of buffers.
     """
-    if ranks == 1:
-        return 0.0
-    return setup_seconds + (1 + 1 / ranks) * payload_bytes / rate
-
-
-def pipelined_hierarchical_all_reduce_seconds(
-    inner_seconds: float, outer_seconds: float, *, latency_seconds: float
-) -> float:
-    """Return the time of all-reducing within nodes and between them chunk by chunk, both at once.
-
-    T = λ + max(inner, outer), where both are times without latency. Leaves out the first and the
-    last chunk.
-    """
-    return latency_seconds + max(inner_seconds, outer_seconds)
-
-
-def chain_broadcast_seconds(
-    payload_bytes: float, ranks: int, *, rate: float, hops_seconds: float
-) -> float:
-    """Return the time of passing a tensor down a chain in small chunks: T = H + S/β.
-
-    H is the latency of the n−1 hops. Leaves out the filling of the chain with chunks.
-    """
-    if ranks == 1:
-        return 0.0
-    return hops_seconds + payload_bytes / rate
-
-
-def tree_broadcast_seconds(
-    payload_bytes: float, ranks: int, *, rate: float, depth_seconds: float
-) -> float:
-    """Return the time of a broadcast on two trees, half of the tensor on each: T = D + S/β.
-
-    An inner node sends each half to two children, S in all. Leaves out the filling of the pipeline.
-    """
-    if ranks == 1:
-        return 0.0
-    return depth_seconds + payload_bytes / rate
-
-
-def point_to_point_seconds(payload_bytes: float, *, rate: float, hop_seconds: float) -> float:
-    """Return the time of one message: T = α + S/β. Leaves out waiting for the receiver."""
-    return hop_seconds + payload_bytes / rate
+    return (1 + 1 / ranks) * payload_bytes / rate
 
 
 def all_to_all_seconds(
-    payload_bytes: float, ranks: int, *, peers_outside: int, rate: float, hop_seconds: float
+    payload_bytes: float, ranks: int, *, peers_outside: int, rate: float
 ) -> float:
     """Return the time of an all-to-all if each pair has its own path, and one cut is the limit.
 
-    T = (n−1)·α + k/n · S/β: a rank sends k of its n pieces across the cut at rate β per rank, and
-    messages start one after another. Leaves out congestion inside the switch.
+    W = k/n · S/β: a rank sends k of its n pieces across the cut at rate β per rank. Leaves out
+    congestion inside the switch.
     """
-    if ranks == 1:
-        return 0.0
-    return (ranks - 1) * hop_seconds + peers_outside / ranks * payload_bytes / rate
+    return peers_outside / ranks * payload_bytes / rate
 
 
-def ring_all_to_all_seconds(
-    payload_bytes: float, ranks: int, *, rate: float, hops_seconds: float
-) -> float:
+def ring_all_to_all_seconds(payload_bytes: float, ranks: int, *, rate: float) -> float:
     """Return the time of an all-to-all on a one-way ring: a piece crosses d links to go d ranks on.
 
-    T = H + Σ_{d<n} d·S/n ÷ β = H + (n−1)/2 · S/β. Leaves out idle links at the start.
+    W = Σ_{d<n} d·S/n ÷ β = (n−1)/2 · S/β. Leaves out idle links at the start.
     """
-    if ranks == 1:
-        return 0.0
-    return hops_seconds + (ranks - 1) / 2 * payload_bytes / rate
+    return (ranks - 1) / 2 * payload_bytes / rate
 
 
-def double_ring_all_to_all_seconds(
-    payload_bytes: float, ranks: int, *, rate: float, hops_seconds: float
-) -> float:
+def double_ring_all_to_all_seconds(payload_bytes: float, ranks: int, *, rate: float) -> float:
     """Return the time of an all-to-all on a two-way ring: each piece takes the shorter way.
 
-    T = H + S/n · Σ_{d<n} min(d, n−d) ÷ (2β), where the sum is ⌊n²/4⌋. Leaves out idle links at the
+    W = S/n · Σ_{d<n} min(d, n−d) ÷ (2β), where the sum is ⌊n²/4⌋. Leaves out idle links at the
     start.
     """
-    if ranks == 1:
-        return 0.0
-    return hops_seconds + (ranks * ranks // 4) * payload_bytes / ranks / (2 * rate)
+    return (ranks * ranks // 4) * payload_bytes / ranks / (2 * rate)

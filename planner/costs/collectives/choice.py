@@ -16,7 +16,6 @@ from autopar.planner.costs.collectives.algorithms import (
     CollectiveConstants,
     Protocol,
     read_collective_constants,
-    without_latency,
 )
 
 
@@ -134,32 +133,29 @@ def cheapest(collective: Collective, payload_bytes: float, shape: GroupShape) ->
 
 
 def ways(
-    collective: Collective, payload_bytes: float, shape: GroupShape
+    collective: Collective,
+    payload_bytes: float,
+    shape: GroupShape,
+    constants: CollectiveConstants | None = None,
 ) -> tuple[PricedAlgorithm, ...]:
-    """Return every algorithm that the topology allows, with its time."""
-    measured = _as_measured(collective, payload_bytes, shape)
+    """Return the measured time, or every algorithm that the topology allows, with its time."""
+    measured = _measured(collective, shape)
     if measured is not None:
-        return (measured,)
-    known = read_collective_constants()
-    backend = shape.crossings[-1].backend
+        known, crossing = measured
+        seconds = measured_seconds(known, payload_bytes, shape.ranks, shared=crossing.shared)
+        return (PricedAlgorithm(seconds=seconds, algorithm="as measured", protocol="as measured"),)
+    constants = constants or read_collective_constants()
     return tuple(
         way
-        for protocol in known.protocols(backend)
+        for protocol in constants.protocols(shape.crossings[-1].backend)
         if protocol.crosses_networks or shape.nodes == 1
-        for way in _priced(collective, payload_bytes, shape, protocol, known)
+        for way in _priced(
+            collective,
+            _Message(
+                payload_bytes=payload_bytes, shape=shape, protocol=protocol, constants=constants
+            ),
+        )
     )
-
-
-def _as_measured(
-    collective: Collective, payload_bytes: float, shape: GroupShape
-) -> PricedAlgorithm | None:
-    """Return the measured time, or None."""
-    measured = _measured(collective, shape)
-    if measured is None:
-        return None
-    known, crossing = measured
-    seconds = measured_seconds(known, payload_bytes, shape.ranks, shared=crossing.shared)
-    return PricedAlgorithm(seconds=seconds, algorithm="as measured", protocol="as measured")
 
 
 def _measured(
@@ -173,24 +169,39 @@ def _measured(
     return None if known is None else (known, crossing)
 
 
-def _priced(
-    collective: Collective,
-    payload_bytes: float,
-    shape: GroupShape,
-    protocol: Protocol,
-    constants: CollectiveConstants,
-) -> Iterator[PricedAlgorithm]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Message:
+    """The payload of a group, and the protocol with which it is sent."""
+
+    payload_bytes: float
+    shape: GroupShape
+    protocol: Protocol
+    constants: CollectiveConstants
+
+    def hop_seconds(self, crossing: CrossedLevel) -> float:
+        """Return the latency of one hop over a link."""
+        return self.protocol.hop(crossing.alpha_seconds)
+
+    def chain_seconds(self, crossing: CrossedLevel) -> float:
+        """Return the latency of going once through all parts of a level."""
+        return (crossing.parts - 1) * self.hop_seconds(crossing)
+
+
+# an algorithm, its time without the `base_seconds` of the protocol, and that time without latency
+_Timed = tuple[str, float, float]
+
+
+def _priced(collective: Collective, message: _Message) -> Iterator[PricedAlgorithm]:
     """Yield the times of algorithms with one protocol.
 
-    T = base + t + √(ρ·W): t is the formula's time, W is that time without latency. A payload cut
+    T = base + t + √(ρ·W): t is the algorithm's time, W is that time without latency. A payload cut
     into m chunks pays one chunk's time W/m to fill the pipe and an overhead c for each, m·c; the
     best m leaves 2·√(c·W), hence the root. ρ is fitted, and 0 for a protocol that does not hand on
     chunks. Leaves out that the library takes its chunk sizes from fixed tables.
     """
-    timed = _times(collective, payload_bytes, shape, protocol, constants)
-    wires = _times(collective, payload_bytes, shape, *without_latency(protocol, constants))
-    ramp_seconds = constants.chunk_ramp_seconds if protocol.hands_on_chunks else 0.0
-    for (algorithm, seconds), (_, wire_seconds) in zip(timed, wires, strict=True):
+    protocol = message.protocol
+    ramp_seconds = message.constants.chunk_ramp_seconds if protocol.hands_on_chunks else 0.0
+    for algorithm, seconds, wire_seconds in _times(collective, message):
         yield PricedAlgorithm(
             seconds=protocol.base_seconds + seconds + math.sqrt(ramp_seconds * wire_seconds),
             algorithm=algorithm,
@@ -198,24 +209,17 @@ def _priced(
         )
 
 
-def _times(
-    collective: Collective,
-    payload_bytes: float,
-    shape: GroupShape,
-    protocol: Protocol,
-    constants: CollectiveConstants,
-) -> Iterator[tuple[str, float]]:
-    """Yield each algorithm's name and its time, without the `base` of the protocol."""
+def _times(collective: Collective, message: _Message) -> Iterator[_Timed]:
+    """Yield each algorithm with its times."""
     if collective is Collective.POINT_TO_POINT:
-        yield "direct", _point_to_point(payload_bytes, shape, protocol, constants)
+        yield _point_to_point(message)
     elif collective is Collective.ALL_TO_ALL:
-        yield _all_to_all(payload_bytes, shape, protocol, constants)
+        yield _all_to_all(message)
     else:
-        yield _ring(collective, payload_bytes, shape, protocol, constants)
-        if not protocol.rings_only and all(
-            crossing.topology.has_trees for crossing in shape.crossings
-        ):
-            yield from _tree(collective, payload_bytes, shape, protocol, constants)
+        yield _ring(collective, message)
+        has_trees = all(crossing.topology.has_trees for crossing in message.shape.crossings)
+        if has_trees and not message.protocol.rings_only:
+            yield from _tree(collective, message)
 
 
 def ring_hops(shape: GroupShape) -> tuple[int, ...]:
@@ -227,152 +231,110 @@ def ring_hops(shape: GroupShape) -> tuple[int, ...]:
     return tuple(inner - outer for inner, outer in pairwise(units))
 
 
-def _ring(
-    collective: Collective,
-    payload_bytes: float,
-    shape: GroupShape,
-    protocol: Protocol,
-    constants: CollectiveConstants,
-) -> tuple[str, float]:
-    """Return the name and time of a ring over all levels, at the rate of the narrowest cut."""
-    hops = sum(
-        count * protocol.hop(crossing.alpha_seconds)
+def _ring(collective: Collective, message: _Message) -> _Timed:
+    """Return the times of a ring over all levels, at the rate of the narrowest cut.
+
+    Each round waits for the latency of n − 1 hops; an all-reduce has two rounds. A broadcast passes
+    the tensor down a chain in small chunks, which takes S/β. Leaves out the filling of the chain.
+    """
+    shape, protocol, payload_bytes = message.shape, message.protocol, message.payload_bytes
+    hops_seconds = sum(
+        count * message.hop_seconds(crossing)
         for count, crossing in zip(ring_hops(shape), shape.crossings, strict=True)
     )
-    share = constants.ring_share(protocol, collective, shape.ranks)
+    share = message.constants.ring_share(protocol, collective, shape.ranks)
     rate = share * min(crossing.bytes_per_second for crossing in shape.crossings)
     is_double = all(crossing.topology.ring_directions == 2 for crossing in shape.crossings)
-    if collective is Collective.REDUCE_SCATTER and protocol.scatters_whole:
-        collective = Collective.ALL_REDUCE
-    formulas = {
-        (Collective.ALL_REDUCE, False): collectives.ring_all_reduce_seconds,
-        (Collective.ALL_REDUCE, True): collectives.double_ring_all_reduce_seconds,
-        (Collective.ALL_GATHER, False): collectives.ring_all_gather_seconds,
-        (Collective.ALL_GATHER, True): collectives.double_ring_all_gather_seconds,
-        (Collective.REDUCE_SCATTER, False): collectives.ring_all_gather_seconds,
-        (Collective.REDUCE_SCATTER, True): collectives.double_ring_all_gather_seconds,
-        (Collective.BROADCAST, False): collectives.chain_broadcast_seconds,
-        (Collective.BROADCAST, True): collectives.chain_broadcast_seconds,
-    }
-    seconds = formulas[collective, is_double](
-        payload_bytes, shape.ranks, rate=rate, hops_seconds=hops
-    )
-    return ("double ring" if is_double else "ring"), seconds
+    name, of_ring = ("double ring", payload_bytes / 2) if is_double else ("ring", payload_bytes)
+    if collective is Collective.BROADCAST:
+        wire = payload_bytes / rate
+    elif collective is Collective.ALL_REDUCE or (
+        collective is Collective.REDUCE_SCATTER and protocol.scatters_whole
+    ):
+        wire = collectives.ring_all_reduce_seconds(of_ring, shape.ranks, rate=rate)
+        hops_seconds *= 2
+    else:
+        wire = collectives.ring_all_gather_seconds(of_ring, shape.ranks, rate=rate)
+    return name, hops_seconds + wire, wire
 
 
-def _tree(
-    collective: Collective,
-    payload_bytes: float,
-    shape: GroupShape,
-    protocol: Protocol,
-    constants: CollectiveConstants,
-) -> Iterator[tuple[str, float]]:
-    """Yield names and times of trees between nodes; in each node is a chain or a summing switch."""
+def _tree(collective: Collective, message: _Message) -> Iterator[_Timed]:
+    """Yield the times of trees between nodes; in each node is a chain or a summing switch.
+
+    A broadcast goes down the trees with half of the tensor on each: an inner node sends each half
+    to two children, S in all. An all-reduce also goes up. If a switch in the node sums, nodes and
+    trees work at once, chunk by chunk, so that the slower of both counts. Leaves out the filling of
+    pipelines.
+    """
+    shape, protocol, constants = message.shape, message.protocol, message.constants
     node, *outer = shape.crossings
-    depth = _tree_depth_seconds(shape, protocol, constants)
+    depth = _tree_depth_seconds(message)
     rate = protocol.fraction * constants.tree_fraction
     if collective is Collective.BROADCAST:
         narrowest = rate * min(crossing.bytes_per_second for crossing in shape.crossings)
-        yield (
-            "tree",
-            collectives.tree_broadcast_seconds(
-                payload_bytes, shape.ranks, rate=narrowest, depth_seconds=depth
-            ),
-        )
+        wire = message.payload_bytes / narrowest
+        yield "tree", depth + wire, wire
     if collective is not Collective.ALL_REDUCE:
         return
-    slowest = max(
-        _tree_wire_seconds(payload_bytes, shape.ranks, crossing, rate)
+    wires = [
+        collectives.tree_all_reduce_seconds(
+            message.payload_bytes, rate=rate * crossing.bytes_per_second, units=crossing.parts
+        )
         for crossing in shape.crossings
-    )
-    yield "tree", 2 * depth + slowest
+    ]
+    yield "tree", 2 * depth + max(wires), max(wires)
     sums_in_switch = node.reduction_bytes_per_second > 0 and node.level not in ("network", "rack")
     if not sums_in_switch or not protocol.hands_on_chunks:  # NCCL sends whole chunks to the switch
         return
     inside = collectives.in_switch_all_reduce_seconds(
-        payload_bytes,
+        message.payload_bytes,
         node.parts,
         rate=protocol.fraction * node.reduction_bytes_per_second,
-        setup_seconds=0.0,
     )
-    setup = constants.in_switch_seconds + 2 * protocol.hop(node.alpha_seconds)
+    setup = constants.in_switch_seconds + 2 * message.hop_seconds(node)
     if not outer:
-        yield "in-switch", setup + inside
+        yield "in-switch", setup + inside, inside
         return
-    between = max(
-        _tree_wire_seconds(payload_bytes, shape.ranks, crossing, rate) for crossing in outer
-    )
-    climb = depth - _chain_seconds(node, protocol)
-    yield (
-        "in-switch and tree",
-        collectives.pipelined_hierarchical_all_reduce_seconds(
-            inside, between, latency_seconds=setup + 2 * climb
-        ),
-    )
+    wire = max(inside, *wires[1:])
+    climb = depth - message.chain_seconds(node)
+    yield "in-switch and tree", setup + 2 * climb + wire, wire
 
 
-def _tree_wire_seconds(
-    payload_bytes: float, ranks: int, crossing: CrossedLevel, rate: float
-) -> float:
-    return collectives.tree_all_reduce_seconds(
-        payload_bytes,
-        ranks,
-        rate=rate * crossing.bytes_per_second,
-        units=crossing.parts,
-        depth_seconds=0.0,
-    )
-
-
-def _tree_depth_seconds(
-    shape: GroupShape, protocol: Protocol, constants: CollectiveConstants
-) -> float:
+def _tree_depth_seconds(message: _Message) -> float:
     """Return the latency from the farthest leaf to the root: through its node, up the trees."""
     seconds = 0.0
-    for crossing in shape.crossings:
+    for crossing in message.shape.crossings:
         if crossing.level in ("network", "rack"):
-            hop = constants.tree_hop(protocol, crossing.alpha_seconds)
+            hop = message.constants.tree_hop(message.protocol, crossing.alpha_seconds)
             seconds += collectives.tree_depth(crossing.parts) * hop
         else:
-            seconds += _chain_seconds(crossing, protocol)
+            seconds += message.chain_seconds(crossing)
     return seconds
 
 
-def _chain_seconds(crossing: CrossedLevel, protocol: Protocol) -> float:
-    return (crossing.parts - 1) * protocol.hop(crossing.alpha_seconds)
+def _point_to_point(message: _Message) -> _Timed:
+    """Return the times of one message: T = α + S/β. Leaves out waiting for the receiver."""
+    crossing = message.shape.crossings[-1]
+    share = message.protocol.fraction * message.constants.point_to_point_fraction
+    wire = message.payload_bytes / (share * crossing.port_bytes_per_second)
+    return "direct", message.hop_seconds(crossing) + wire, wire
 
 
-def _point_to_point(
-    payload_bytes: float, shape: GroupShape, protocol: Protocol, constants: CollectiveConstants
-) -> float:
-    crossing = shape.crossings[-1]
-    return collectives.point_to_point_seconds(
-        payload_bytes,
-        rate=protocol.fraction * constants.point_to_point_fraction * crossing.port_bytes_per_second,
-        hop_seconds=protocol.hop(crossing.alpha_seconds),
-    )
+def _all_to_all(message: _Message) -> _Timed:
+    """Return the times at the slowest cut: all pieces for ranks behind a cut cross it."""
+    every = [_across(message, crossing) for crossing in message.shape.crossings]
+    name, seconds, _ = max(every, key=lambda one: one[1])
+    return name, seconds, max(wire for _, _, wire in every)
 
 
-def _all_to_all(
-    payload_bytes: float, shape: GroupShape, protocol: Protocol, constants: CollectiveConstants
-) -> tuple[str, float]:
-    """Return the name and time at the slowest cut: all pieces for ranks behind a cut cross it."""
-    return max(
-        (_across(payload_bytes, shape, one, protocol, constants) for one in shape.crossings),
-        key=lambda it: it[1],
-    )
+def _across(message: _Message, crossing: CrossedLevel) -> _Timed:
+    """Return the times of an all-to-all as if only this level limited it.
 
-
-def _across(
-    payload_bytes: float,
-    shape: GroupShape,
-    crossing: CrossedLevel,
-    protocol: Protocol,
-    constants: CollectiveConstants,
-) -> tuple[str, float]:
-    """Return the name and time of an all-to-all as if only this level limited it."""
-    share = constants.all_to_all_share(protocol)
+    On a ring, pieces wait for the hops of the whole ring. Otherwise n − 1 messages start one after
+    another.
+    """
+    ranks, share = message.shape.ranks, message.constants.all_to_all_share(message.protocol)
     rate = share * crossing.bytes_per_second / crossing.members
-    hop = protocol.hop(crossing.alpha_seconds)
     if directions := crossing.topology.ring_directions:
         is_double = directions == 2
         ring = (
@@ -380,12 +342,11 @@ def _across(
             if is_double
             else collectives.ring_all_to_all_seconds
         )
-        seconds = ring(
-            payload_bytes, crossing.parts, rate=rate, hops_seconds=(crossing.parts - 1) * hop
-        )
-        return ("double ring" if is_double else "ring"), seconds
-    outside = shape.ranks - crossing.members
-    seconds = collectives.all_to_all_seconds(
-        payload_bytes, shape.ranks, peers_outside=outside, rate=rate, hop_seconds=hop
+        wire = ring(message.payload_bytes, crossing.parts, rate=rate)
+        name = "double ring" if is_double else "ring"
+        return name, message.chain_seconds(crossing) + wire, wire
+    outside = ranks - crossing.members
+    wire = collectives.all_to_all_seconds(
+        message.payload_bytes, ranks, peers_outside=outside, rate=rate
     )
-    return "direct", seconds
+    return "direct", (ranks - 1) * message.hop_seconds(crossing) + wire, wire

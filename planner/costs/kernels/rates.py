@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import difflib
-import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib import resources
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 from autopar.planner.cluster.cluster import Device
+from autopar.planner.cluster.toml_reading import shipped
 from autopar.planner.errors import InputError
 from autopar.planner.precision import Float8, Precision
 
@@ -133,8 +132,7 @@ def unknown_architecture(name: str, known: tuple[str, ...]) -> InputError:
 @cache
 def read_compute_constants() -> ComputeConstants:
     """Return the constants that autopar ships."""
-    source = resources.files("autopar.planner.costs.kernels").joinpath("efficiency.toml")
-    table = tomllib.loads(source.read_text(encoding="utf-8"))
+    table = shipped("costs.kernels", "efficiency.toml")
     gemm = {
         kind: GemmConstants(**{**row, "tiles": tuple((r, c) for r, c in row["tiles"])})
         for kind, row in table["gemm"].items()

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import tomllib
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
-from importlib import resources
 from typing import Protocol
 
-from autopar.planner.cluster.toml_reading import figure, parse_seconds
+from autopar.planner.cluster.toml_reading import in_plain_units, shipped
 from autopar.planner.costs.kernels.rates import launch_bound_seconds
 from autopar.planner.costs.ops.case import LocalShapes
 from autopar.planner.files import Elements, Seconds, SomeSeconds
@@ -102,18 +100,9 @@ class Host:
 @cache
 def read_host(architecture: str) -> Host:
     """Return the host constants for devices of an architecture."""
-    source = resources.files("autopar.planner.costs.ops").joinpath("host.toml")
     kind = "cpu" if architecture.casefold() == "cpu" else "gpu"
-    table = tomllib.loads(source.read_text(encoding="utf-8"))[kind]
-
-    def seconds(name: str) -> float:
-        return figure(table, name, parse_seconds, where=kind)
-
-    return Host(
-        forward_seconds=seconds("forward"),
-        backward_seconds=seconds("backward"),
-        runs_ahead=kind == "gpu",
-    )
+    times = in_plain_units(shipped("costs.ops", "host.toml")[kind])
+    return Host(runs_ahead=kind == "gpu", **times)
 
 
 def measured_host(times: HostTimes, architecture: str) -> Host:

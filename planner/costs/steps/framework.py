@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import tomllib
+from collections import ChainMap
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache
-from importlib import resources
 
 from autopar.planner.cluster.cluster import Device, HostShare
-from autopar.planner.cluster.toml_reading import (
-    figure,
-    number,
-    parse_bytes,
-    parse_seconds,
-    share,
-)
+from autopar.planner.cluster.toml_reading import in_plain_units, shipped
 from autopar.planner.costs.kernels.kernels import memory_seconds
 from autopar.planner.costs.kernels.rates import Throughput
-from autopar.planner.costs.ops.measurements import HostTimes, Measurements
+from autopar.planner.costs.ops.measurements import Measurements
 from autopar.planner.costs.prediction import Arrangement
 from autopar.planner.precision import GRADIENT_BYTES, Precision
 
@@ -58,22 +51,8 @@ class FrameworkConstants:
 @cache
 def read_framework_constants() -> FrameworkConstants:
     """Return the constants that autopar ships."""
-    source = resources.files("autopar.planner.costs.steps").joinpath("framework.toml")
-    table = tomllib.loads(source.read_text(encoding="utf-8"))
-    step, memory = table["step"], table["memory"]
-    return FrameworkConstants(
-        step_seconds=figure(step, "step_seconds", parse_seconds, where="step"),
-        action_seconds=figure(step, "action_seconds", parse_seconds, where="step"),
-        overlap_slowdown=number(step, "overlap_slowdown", where="step"),
-        cpu_overlap_slowdown=number(step, "cpu_overlap_slowdown", where="step"),
-        context_bytes=figure(memory, "context", parse_bytes, where="memory"),
-        communicator_bytes=figure(memory, "communicator", parse_bytes, where="memory"),
-        pair_bytes=figure(memory, "pair", parse_bytes, where="memory"),
-        process_bytes=figure(memory, "process", parse_bytes, where="memory"),
-        margin=number(memory, "margin", where="memory"),
-        host_memory_share=share(table["offload"], "memory", where="offload"),
-        host_link_share=share(table["offload"], "link", where="offload"),
-    )
+    sections = map(in_plain_units, shipped("costs.steps", "framework.toml").values())
+    return FrameworkConstants(**dict(ChainMap(*sections)))
 
 
 def framework_constants(
@@ -98,10 +77,6 @@ def framework_constants(
     times = [one for one in found if one is not None]
     if not times or len(times) < len(found):
         return constants
-    return _as_measured(constants, times)
-
-
-def _as_measured(constants: FrameworkConstants, times: list[HostTimes]) -> FrameworkConstants:
     return replace(
         constants,
         step_seconds=max(one.step_seconds for one in times),

@@ -205,3 +205,48 @@ def test_a_price_by_hand() -> None:
     )
     priced = cheapest(Collective.ALL_REDUCE, 15 * MEGABYTE, group)
     assert priced.seconds == pytest.approx(180e-6 + 10e-3 + 221.4e-6, rel=1e-4)
+
+
+# 100 MB on four ranks, so 3 hops of 1 ms in a round, over 1 GB/s; gloo's base of 60 µs, and
+# √(4.9 µs · W) for the chunks.
+@pytest.mark.parametrize(
+    ("collective", "topology", "hops", "wire_seconds"),
+    [
+        (Collective.ALL_REDUCE, Topology.RING, 6, 0.15),  # two rounds; 2·3/4 · S/β
+        (Collective.ALL_REDUCE, Topology.DOUBLE_RING, 6, 0.075),  # half of the payload each way
+        (Collective.ALL_GATHER, Topology.RING, 3, 0.075),
+        (Collective.ALL_GATHER, Topology.DOUBLE_RING, 3, 0.0375),
+        (Collective.BROADCAST, Topology.RING, 3, 0.1),  # down a chain
+        (Collective.BROADCAST, Topology.DOUBLE_RING, 3, 0.1),
+        (Collective.POINT_TO_POINT, Topology.RING, 1, 0.1 / 0.73),
+    ],
+)
+def test_latencies_by_hand(
+    collective: Collective, topology: Topology, hops: int, wire_seconds: float
+) -> None:
+    link = crossing(
+        bytes_per_second=1e9,
+        port_bytes_per_second=1e9,
+        alpha_seconds=1e-3,
+        topology=topology,
+        backend=Backend.GLOO,
+    )
+    found = cheapest(collective, 100 * MEGABYTE, shape(link)).seconds
+    chunks = (4.9e-6 * wire_seconds) ** 0.5
+    assert found == pytest.approx(60e-6 + hops * 1e-3 + wire_seconds + chunks)
+
+
+def test_the_latency_of_trees_by_hand() -> None:
+    # 8 nodes of one rank with nccl's 8-byte words, which hand on no chunks: a broadcast goes 3 hops
+    # down, of 2.05 · 1 ms, and an all-reduce also up; 7.5 µs for the call
+    link = crossing(level="network", parts=8, alpha_seconds=1e-3)
+    found = {
+        one: next(
+            way.seconds
+            for way in ways(one, 1e-3, shape(link))
+            if (way.algorithm, way.protocol) == ("tree", "ll")
+        )
+        for one in (Collective.BROADCAST, Collective.ALL_REDUCE)
+    }
+    assert found[Collective.BROADCAST] == pytest.approx(7.5e-6 + 3 * 2.05e-3)
+    assert found[Collective.ALL_REDUCE] == pytest.approx(7.5e-6 + 6 * 2.05e-3)
