@@ -23,6 +23,7 @@ from autopar.planner.costs.kernels.rates import (
     throughput,
 )
 from benchmarks.fit_compute_tables import (
+    DTYPE,
     Measured,
     Sheets,
     read_attention,
@@ -42,7 +43,8 @@ def relative_errors(
     rows: Sequence[Measured], sheets: Sheets, constants: ComputeConstants
 ) -> list[float]:
     """Return predicted ÷ measured − 1 of each row."""
-    rates = {device: throughput(sheets[device], constants) for device in {r.device for r in rows}}
+    devices = {row.device for row in rows}
+    rates = {device: throughput(sheets[device], DTYPE, constants) for device in devices}
     return [row.predicted(rates[row.device]) / row.seconds - 1 for row in rows]
 
 
@@ -62,11 +64,14 @@ def loss(rows: Sequence[Measured], sheets: Sheets, constants: ComputeConstants) 
 def set_gemm(constants: ComputeConstants, point: Point) -> ComputeConstants:
     """Set the values of `point`: GEMM_KNOBS, then the joules per FLOP of each architecture."""
     knobs: dict[str, Any] = dict(zip(GEMM_KNOBS, point, strict=False))
-    gemm = replace(constants.gpu_gemm, **knobs)
+    gemm = replace(constants.gemm["gpu"], **knobs)
     joules = dict(zip(ARCHITECTURES, point[len(GEMM_KNOBS) :], strict=True))
     return replace(
         constants,
-        gpu_gemm=replace(gemm, issue_fraction=min(1.0, gemm.issue_fraction)),
+        gemm={
+            **constants.gemm,
+            "gpu": replace(gemm, issue_fraction=min(1.0, gemm.issue_fraction)),
+        },
         architectures=with_facts(constants, {n: {"joules_per_flop": j} for n, j in joules.items()}),
     )
 
@@ -120,7 +125,7 @@ def fitted_constants(
     gemms = [r for r in rows if r.fitted and "gemm" in r.kind]
     facts = start.architectures
     point = (
-        *(getattr(start.gpu_gemm, knob) for knob in GEMM_KNOBS),
+        *(getattr(start.gemm["gpu"], knob) for knob in GEMM_KNOBS),
         *(facts[name].joules_per_flop for name in ARCHITECTURES),
     )
     point = minimise(lambda p: loss(gemms, sheets, set_gemm(start, p)), point, steps=2500)
@@ -151,7 +156,7 @@ def print_constants(constants: ComputeConstants) -> None:
     """Print the numbers to copy."""
     print("\n[gemm.gpu]")
     for knob in GEMM_KNOBS:
-        print(f"{knob} = {getattr(constants.gpu_gemm, knob):.4g}")
+        print(f"{knob} = {getattr(constants.gemm['gpu'], knob):.4g}")
     shared = constants.attention
     print(f"\n[attention]\nwide_forward = {shared.wide_forward:.3f}")
     print(f"wide_backward = {shared.wide_backward:.3f}")
@@ -186,7 +191,7 @@ def print_bandwidths(folder: Path, sheets: Sheets) -> None:
     print("\nmemory-bound kernels: bandwidth reached ÷ sheet")
     for row in read_rows(folder / "ops_comm_fit_simumax.csv"):
         if row["network"].startswith("HBM:"):
-            reached = float(row["busbw_GBs"]) * 1e9 / sheets[row["gpu"]].bytes_per_second
+            reached = float(row["busbw_GBs"]) * 1e9 / sheets[row["gpu"]].memory_bytes_per_second
             print(f"{row['gpu']:17}{row['network'][4:]:24}{reached:6.3f}")
 
 

@@ -2,10 +2,12 @@
 
 import csv
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 
+from autopar.planner.cluster.cluster import Device
+from autopar.planner.cluster.sheet import find_device
 from autopar.planner.costs.kernels.kernels import (
     AttentionShape,
     causal_visible,
@@ -13,7 +15,7 @@ from autopar.planner.costs.kernels.kernels import (
     fused_attention_forward_seconds,
     gemm_seconds,
 )
-from autopar.planner.costs.kernels.rates import Sheet, Throughput
+from autopar.planner.costs.kernels.rates import Throughput
 
 LAUNCH_SECONDS = 1.5e-6  # between kernels that were queued back to back, as in these benchmarks
 BEST_SHAPE_SHEETS = {
@@ -36,7 +38,8 @@ class Measured:
     fitted: bool
 
 
-Sheets = dict[str, Sheet]
+DTYPE = "bf16"
+Sheets = dict[str, Device]
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
@@ -48,13 +51,15 @@ def read_rows(path: Path) -> list[dict[str, str]]:
 def read_sheets(folder: Path) -> Sheets:
     """Return the 16-bit data sheets by device name."""
     return {
-        row["gpu"]: Sheet(
+        row["gpu"]: replace(
+            find_device("h100-sxm"),
             architecture=row["arch"],
-            peak_flops_per_second=float(row["bf16_tflops"]) * 1e12,
-            half_flops_per_second=float(row["bf16_tflops"]) * 1e12,
-            bytes_per_second=float(row["hbm_tbps"]) * 1e12,
+            peaks=((DTYPE, float(row["bf16_tflops"]) * 1e12),),
+            memory_bytes_per_second=float(row["hbm_tbps"]) * 1e12,
             launch_seconds=LAUNCH_SECONDS,
             power_watts=float(row["tdp_w"]),
+            multiprocessors=None,
+            cache_bytes=None,
         )
         for row in read_rows(folder / "gpus.csv")
         if row["bf16_tflops"]

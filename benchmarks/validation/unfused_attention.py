@@ -2,12 +2,9 @@
 
 from autopar.planner.costs.kernels.kernels import (
     AttentionShape,
-    dropout_backward_seconds,
-    dropout_forward_seconds,
+    dropout_seconds,
     elementwise_seconds,
     gemm_seconds,
-    softmax_backward_seconds,
-    softmax_forward_seconds,
 )
 from autopar.planner.costs.kernels.rates import Throughput
 
@@ -41,11 +38,13 @@ def unfused_attention_forward_seconds(
         element_bytes=size,
         stored_bytes=size,
     )
-    seconds += softmax_forward_seconds(scores, element_bytes=size, rates=rates)
+    seconds += elementwise_seconds(
+        scores, element_bytes=size, passes=2, rates=rates, exponentials=1
+    )
     if score_passes:
         seconds += elementwise_seconds(scores, element_bytes=size, passes=score_passes, rates=rates)
     if dropout:
-        seconds += dropout_forward_seconds(scores, element_bytes=size, rates=rates)
+        seconds += dropout_seconds(scores, element_bytes=size, rates=rates)
     return seconds
 
 
@@ -68,9 +67,9 @@ def unfused_attention_backward_seconds(
         gemm_seconds(m, n, k, rates=rates, batch=batch, element_bytes=size, stored_bytes=size)
         for m, n, k in products
     )
-    seconds += softmax_backward_seconds(scores, element_bytes=size, rates=rates)
+    seconds += elementwise_seconds(scores, element_bytes=size, passes=3, rates=rates)
     if score_passes:
         seconds += elementwise_seconds(scores, element_bytes=size, passes=score_passes, rates=rates)
     if dropout:
-        seconds += dropout_backward_seconds(scores, element_bytes=size, rates=rates)
+        seconds += dropout_seconds(scores, element_bytes=size, rates=rates)
     return seconds

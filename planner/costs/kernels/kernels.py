@@ -307,26 +307,12 @@ def elementwise_seconds(
     )
 
 
-def softmax_forward_seconds(elements: float, *, element_bytes: float, rates: Throughput) -> float:
-    """Return the seconds of a softmax with rows on chip: one read, one write, one exp each."""
-    return elementwise_seconds(
-        elements, element_bytes=element_bytes, passes=2, rates=rates, exponentials=1
-    )
+def dropout_seconds(elements: float, *, element_bytes: float, rates: Throughput) -> float:
+    """Return the seconds of a dropout: reads x, writes y and a mask of one byte.
 
-
-def softmax_backward_seconds(elements: float, *, element_bytes: float, rates: Throughput) -> float:
-    """Return the seconds of a softmax's backward: reads y and dy, writes dx."""
-    return elementwise_seconds(elements, element_bytes=element_bytes, passes=3, rates=rates)
-
-
-def dropout_forward_seconds(elements: float, *, element_bytes: float, rates: Throughput) -> float:
-    """Return the seconds of a dropout: reads x, writes y and a mask of one byte."""
+    Its backward takes as long: it reads dy and the mask, and writes dx.
+    """
     return memory_seconds(elements * (2 * element_bytes + 1), rates=rates)
-
-
-def dropout_backward_seconds(elements: float, *, element_bytes: float, rates: Throughput) -> float:
-    """Return the seconds of a dropout's backward: reads dy and the mask, writes dx."""
-    return dropout_forward_seconds(elements, element_bytes=element_bytes, rates=rates)
 
 
 def embedding_forward_seconds(
@@ -353,22 +339,15 @@ def embedding_backward_seconds(
     return fill + memory_seconds(scatter, rates=rates, access=rates.access.gather)
 
 
-def cross_entropy_forward_seconds(
+def cross_entropy_seconds(
     tokens: int, vocabulary: int, *, element_bytes: float, passes: float, rates: Throughput
 ) -> float:
-    """Return the seconds of a softmax loss over tokens × vocabulary logits.
+    """Return the seconds of a softmax loss over tokens × vocabulary logits, or of its backward.
 
-    `passes` counts reads plus writes of the logits: 1 for a fused kernel; 2 for log_softmax in the
-    logits' dtype; 5 for log_softmax in fp32 of 16-bit logits (read 1, write 2 as fp32, read 2 for
-    the log). The bandwidth is fitted to SimuMax's cross-entropy.
+    `passes` counts reads plus writes of the logits. Forward: 1 for a fused kernel; 2 for
+    log_softmax in the logits' dtype; 5 for log_softmax in fp32 of 16-bit logits (read 1, write 2 as
+    fp32, read 2 for the log). Backward, softmax − onehot: 2 if fused, else 4. The bandwidth is
+    fitted to SimuMax's cross-entropy.
     """
-    moved = float(tokens) * vocabulary * element_bytes * passes
-    return memory_seconds(moved, rates=rates, access=rates.access.cross_entropy)
-
-
-def cross_entropy_backward_seconds(
-    tokens: int, vocabulary: int, *, element_bytes: float, passes: float, rates: Throughput
-) -> float:
-    """Return the seconds of softmax − onehot over logits: 2 passes if fused, else 4."""
     moved = float(tokens) * vocabulary * element_bytes * passes
     return memory_seconds(moved, rates=rates, access=rates.access.cross_entropy)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
@@ -98,8 +98,7 @@ class Architecture:
 class ComputeConstants:
     """The constants of efficiency.toml."""
 
-    gpu_gemm: GemmConstants
-    cpu_gemm: GemmConstants
+    gemm: Mapping[str, GemmConstants]  # keys: gpu, cpu
     attention: AttentionConstants
     access: Mapping[str, AccessConstants]  # keys: gpu, cpu
     norm: Mapping[str, NormConstants]  # keys: gpu, cpu
@@ -107,39 +106,25 @@ class ComputeConstants:
     alignment: Mapping[str, tuple[tuple[int, float], ...]]  # keys: words, bulk (kinds of loads)
     architectures: Mapping[str, Architecture]
 
-    def gemm(self, architecture: str) -> GemmConstants:
-        """Return the matrix constants of a generation."""
-        return self.cpu_gemm if architecture == "cpu" else self.gpu_gemm
-
     def architecture(self, name: str) -> Architecture:
         """Return the facts of a generation; "Blackwell Ultra" is found under "blackwell"."""
         for known in sorted(self.architectures, key=len, reverse=True):
             if name.casefold().startswith(known):
                 return self.architectures[known]
-        raise unknown_architecture(name, tuple(self.architectures))
-
-
-def unknown_architecture(name: str, known: tuple[str, ...]) -> InputError:
-    """Return the error for a generation that efficiency.toml does not have."""
-    near = difflib.get_close_matches(name.casefold(), known, n=1)
-    return InputError(
-        f"the device architecture {name!r} is not known",
-        expected=f"one of {', '.join(known)}",
-        fix=f"did you mean {near[0]!r}?" if near else "name the nearest generation",
-    )
+        near = difflib.get_close_matches(name.casefold(), self.architectures, n=1)
+        raise InputError(
+            f"the device architecture {name!r} is not known",
+            expected=f"one of {', '.join(self.architectures)}",
+            fix=f"did you mean {near[0]!r}?" if near else "name the nearest generation",
+        )
 
 
 @cache
 def read_compute_constants() -> ComputeConstants:
     """Return the constants that autopar ships."""
     table = shipped("costs.kernels", "efficiency.toml")
-    gemm = {
-        kind: GemmConstants(**{**row, "tiles": tuple((r, c) for r, c in row["tiles"])})
-        for kind, row in table["gemm"].items()
-    }
     return ComputeConstants(
-        gpu_gemm=gemm["gpu"],
-        cpu_gemm=gemm["cpu"],
+        gemm=_rows(table["gemm"], _gemm),
         attention=AttentionConstants(**table["attention"]),
         access=_rows(table["access"], AccessConstants),
         norm=_rows(table["norm"], NormConstants),
@@ -158,6 +143,10 @@ def _rows(
     return MappingProxyType({name: row(**values) for name, values in table.items()})
 
 
+def _gemm(tiles: Sequence[Sequence[int]], **others: float) -> GemmConstants:
+    return GemmConstants(tiles=tuple((rows, columns) for rows, columns in tiles), **others)
+
+
 def _shares(**by_size: float) -> tuple[tuple[int, float], ...]:
     return tuple((int(size), share) for size, share in by_size.items())
 
@@ -169,20 +158,6 @@ class Tile(NamedTuple):
     columns: int
     seconds_per_depth: float  # of one step along k, for the whole tile
     balance_seconds: float  # to spread a last, partly filled wave over all multiprocessors
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sheet:
-    """The data sheet of a device at one dtype; `half_flops_per_second` is its 16-bit peak."""
-
-    architecture: str
-    peak_flops_per_second: float
-    half_flops_per_second: float
-    bytes_per_second: float
-    launch_seconds: float
-    power_watts: float | None = None
-    multiprocessors: int | None = None
-    cache_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,26 +199,27 @@ def sustained_fraction(
     return min(1.0, power_watts / (joules_per_flop * half_flops))
 
 
-def throughput(sheet: Sheet, constants: ComputeConstants) -> Throughput:
-    """Return the rates that kernels reach on a device of this sheet."""
-    facts = constants.architecture(sheet.architecture)
-    kind = "cpu" if sheet.architecture.casefold() == "cpu" else "gpu"
-    gemm = constants.gemm(sheet.architecture.casefold())
-    units = sheet.multiprocessors or facts.multiprocessors
-    stream = sheet.bytes_per_second * facts.stream_fraction
-    share = sustained_fraction(
-        sheet.power_watts, sheet.half_flops_per_second, facts.joules_per_flop
-    )
+def throughput(device: Device, dtype: str, constants: ComputeConstants | None = None) -> Throughput:
+    """Return the rates that kernels reach on a device, with its products at a dtype."""
+    constants = constants or read_compute_constants()
+    facts = constants.architecture(device.architecture)
+    kind = "cpu" if device.is_cpu else "gpu"
+    gemm, peaks = constants.gemm[kind], dict(device.peaks)
+    peak = device.peak_flops_per_second(dtype)
+    half = peaks.get("bf16") or peaks.get("fp16") or peak
+    units = device.multiprocessors or facts.multiprocessors
+    stream = device.memory_bytes_per_second * facts.stream_fraction
     return Throughput(
-        peak_flops_per_second=sheet.peak_flops_per_second,
-        sustained_flops_per_second=sheet.peak_flops_per_second * share,
-        sheet_bytes_per_second=sheet.bytes_per_second,
+        peak_flops_per_second=peak,
+        sustained_flops_per_second=peak
+        * sustained_fraction(device.power_watts, half, facts.joules_per_flop),
+        sheet_bytes_per_second=device.memory_bytes_per_second,
         stream_bytes_per_second=stream,
-        cache_bytes=sheet.cache_bytes or facts.cache_bytes,
+        cache_bytes=device.cache_bytes or facts.cache_bytes,
         exponentials_per_second=units * facts.exponentials_per_second,
-        launch_seconds=sheet.launch_seconds,
+        launch_seconds=device.launch_seconds,
         multiprocessors=units,
-        tiles=_tiles(gemm, peak=sheet.peak_flops_per_second, units=units, stream=stream),
+        tiles=_tiles(gemm, peak=peak, units=units, stream=stream),
         wave_seconds=gemm.wave_seconds,
         store_exposed=gemm.store_exposed,
         alignment=constants.alignment[facts.operand_loads],
@@ -291,19 +267,6 @@ def aligned_share(
     return next((share for size, share in alignment if reach >= size), alignment[-1][1])
 
 
-def launch_bound_seconds(
-    device_seconds: float, *, dispatched_ops: int, dispatch_seconds: float
-) -> float:
-    """Return the seconds of a region of many kernels that one CPU thread dispatches.
-
-    max(Σ device, ops · dispatch): kernels queue up while the CPU runs ahead; when the CPU is slower
-    the device waits for every op. Eager PyTorch takes 5 to 10 µs per op forward, and about the same
-    again for its backward; a captured graph takes under 1 µs. Leaves out the dispatch of the first
-    op, for which the device waits. An op that makes the CPU wait for the device ends a region.
-    """
-    return max(device_seconds, dispatched_ops * dispatch_seconds)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
     """The rates of a device in one training.
@@ -331,28 +294,12 @@ class Rates:
 
 def rates_of(device: Device, precision: Precision, float8: Float8 = Float8.NONE) -> Rates:
     """Return the rates of a device under a precision."""
-    peaks, own = dict(device.peaks), _throughput(device, precision.units)
-    single = _throughput(device, precision.units if precision.products else "fp32")
+    peaks, own = dict(device.peaks), throughput(device, precision.units)
+    single = throughput(device, precision.units if precision.products else "fp32")
     return Rates(
         own=own,
         single=single,
-        convolution=_throughput(device, "tf32") if "tf32" in peaks else single,
-        float8=own if float8 is Float8.NONE else _throughput(device, float8.units),
+        convolution=throughput(device, "tf32") if "tf32" in peaks else single,
+        float8=own if float8 is Float8.NONE else throughput(device, float8.units),
         is_cpu=device.is_cpu,
     )
-
-
-def _throughput(device: Device, dtype: str) -> Throughput:
-    peak = device.peak_flops_per_second(dtype)
-    peaks = dict(device.peaks)
-    sheet = Sheet(
-        architecture=device.architecture,
-        peak_flops_per_second=peak,
-        half_flops_per_second=peaks.get("bf16") or peaks.get("fp16") or peak,
-        bytes_per_second=device.memory_bytes_per_second,
-        launch_seconds=device.launch_seconds,
-        power_watts=device.power_watts,
-        multiprocessors=device.multiprocessors,
-        cache_bytes=device.cache_bytes,
-    )
-    return throughput(sheet, read_compute_constants())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from math import prod
 from types import MappingProxyType
 
@@ -147,7 +148,6 @@ def _beside(case: OpCase, computation: Computation) -> OpSeconds:
 
 
 Formula = Callable[[OpCase], OpSeconds]
-KernelSeconds = Callable[..., float]
 
 
 def op_seconds(case: OpCase) -> OpSeconds:
@@ -246,21 +246,12 @@ def _convolution_shape(case: OpCase, source: str, weight: str) -> kernels.Convol
     )
 
 
-def _per_element(forward: KernelSeconds, backward: KernelSeconds) -> Formula:
-    """Return a formula of one kernel per pass, whose time depends on the size of the result."""
-
-    def formula(case: OpCase) -> OpSeconds:
-        elements, size = case.shapes.numel(case.result), case.element_bytes(case.result)
-        gradient = backward(elements, element_bytes=size, rates=case.memory)
-        return OpSeconds(
-            forward=forward(elements, element_bytes=size, rates=case.memory),
-            input_gradient=gradient if case.needs_gradient(case.result) else 0.0,
-        )
-
-    return formula
-
-
-_dropout = _per_element(kernels.dropout_forward_seconds, kernels.dropout_backward_seconds)
+def _dropout(case: OpCase) -> OpSeconds:
+    elements, size = case.shapes.numel(case.result), case.element_bytes(case.result)
+    seconds = kernels.dropout_seconds(elements, element_bytes=size, rates=case.memory)
+    return OpSeconds(
+        forward=seconds, input_gradient=seconds if case.needs_gradient(case.result) else 0.0
+    )
 
 
 def _norm(case: OpCase) -> OpSeconds:
@@ -308,12 +299,13 @@ def _batch_norm(case: OpCase) -> OpSeconds:
 
 
 def _softmax(case: OpCase) -> OpSeconds:
+    """Price a softmax with rows on chip: reads x, writes y; the backward reads y, dy, writes dx."""
     elements = case.shapes.numel(case.result)
     size = (case.element_bytes(case.op.inputs[0]) + case.element_bytes(case.result)) / 2
-    backward = kernels.softmax_backward_seconds(elements, element_bytes=size, rates=case.memory)
+    kernel = partial(kernels.elementwise_seconds, elements, element_bytes=size, rates=case.memory)
     return OpSeconds(
-        forward=kernels.softmax_forward_seconds(elements, element_bytes=size, rates=case.memory),
-        input_gradient=backward if case.needs_gradient(case.result) else 0.0,
+        forward=kernel(passes=2, exponentials=1),
+        input_gradient=kernel(passes=3) if case.needs_gradient(case.result) else 0.0,
     )
 
 
@@ -358,14 +350,12 @@ def _cross_entropy(case: OpCase) -> OpSeconds:
     classes = case.shapes.letters("v")
     tokens = case.shapes.numel(logits) // max(1, classes)
     size = case.element_bytes(logits)
-    forward = kernels.cross_entropy_forward_seconds(
-        tokens, classes, element_bytes=size, passes=2, rates=case.memory
-    )
-    backward = kernels.cross_entropy_backward_seconds(
-        tokens, classes, element_bytes=size, passes=4, rates=case.memory
+    kernel = partial(
+        kernels.cross_entropy_seconds, tokens, classes, element_bytes=size, rates=case.memory
     )
     return OpSeconds(
-        forward=forward, input_gradient=backward if case.needs_gradient(case.result) else 0.0
+        forward=kernel(passes=2),
+        input_gradient=kernel(passes=4) if case.needs_gradient(case.result) else 0.0,
     )
 
 

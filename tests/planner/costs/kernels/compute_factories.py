@@ -3,11 +3,11 @@
 from dataclasses import replace
 from typing import Any
 
+from autopar.planner.cluster.sheet import find_device
 from autopar.planner.costs.kernels.kernels import AttentionShape
 from autopar.planner.costs.kernels.rates import (
     BatchNormConstants,
     NormConstants,
-    Sheet,
     Throughput,
     Tile,
     read_compute_constants,
@@ -15,22 +15,17 @@ from autopar.planner.costs.kernels.rates import (
 )
 
 
-def sheet(**changes: Any) -> Sheet:
-    """Return the sheet of an A100-PCIe, changed as asked."""
-    a100 = Sheet(
-        architecture="Ampere",
-        peak_flops_per_second=312e12,
-        half_flops_per_second=312e12,
-        bytes_per_second=1.935e12,
+def real_rates(*, peak: float = 312e12, dtype: str = "bf16", **changes: Any) -> Throughput:
+    """Return the rates of an A100-PCIe with the shipped constants, changed as asked."""
+    a100 = replace(
+        find_device("a100-80gb-pcie"),
+        peaks=(("bf16", peak), ("fp8", 2 * peak)),
         launch_seconds=2e-6,
         power_watts=300,
+        multiprocessors=None,
+        cache_bytes=None,
     )
-    return replace(a100, **changes)
-
-
-def real_rates(**changes: Any) -> Throughput:
-    """Return the rates of an A100-PCIe with the shipped constants, its sheet changed as asked."""
-    return throughput(sheet(**changes), read_compute_constants())
+    return throughput(replace(a100, **changes), dtype)
 
 
 def round_rates(**changes: Any) -> Throughput:

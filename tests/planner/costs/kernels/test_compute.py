@@ -6,13 +6,12 @@ from hypothesis import strategies as st
 
 from autopar.planner.costs.kernels.rates import (
     aligned_share,
-    launch_bound_seconds,
     read_compute_constants,
     sustained_fraction,
-    throughput,
 )
+from autopar.planner.costs.ops.measurements import Host
 from autopar.planner.errors import InputError
-from tests.planner.costs.kernels.compute_factories import real_rates, sheet
+from tests.planner.costs.kernels.compute_factories import real_rates
 
 ALIGNMENT = ((16, 1.0), (8, 0.5), (2, 0.25))
 
@@ -31,7 +30,7 @@ def test_a_device_without_a_stated_power_holds_its_peak() -> None:
 
 
 def test_the_power_fraction_of_16_bit_serves_8_bit() -> None:
-    half, eighth = real_rates(), real_rates(peak_flops_per_second=624e12)
+    half, eighth = real_rates(), real_rates(dtype="fp8")
     ratio = eighth.sustained_flops_per_second / half.sustained_flops_per_second
     assert ratio == pytest.approx(2.0)
 
@@ -56,7 +55,7 @@ def test_an_ultra_generation_is_found_under_its_family() -> None:
 
 def test_an_unknown_generation_names_the_nearest() -> None:
     with pytest.raises(InputError) as caught:
-        throughput(sheet(architecture="Hoper"), read_compute_constants())
+        real_rates(architecture="Hoper")
     assert "'Hoper' is not known" in str(caught.value)
     assert "did you mean 'hopper'?" in str(caught.value)
 
@@ -95,9 +94,10 @@ def test_devices_that_load_tiles_in_bulk_lose_more_by_unaligned_rows(
 
 def test_a_region_waits_for_the_slower_of_cpu_and_device() -> None:
     # 100 ops of 8 us: 800 us.
-    slow_cpu = launch_bound_seconds(0.5e-3, dispatched_ops=100, dispatch_seconds=8e-6)
-    assert slow_cpu == pytest.approx(0.8e-3)
-    assert launch_bound_seconds(2e-3, dispatched_ops=100, dispatch_seconds=8e-6) == 2e-3
+    host = Host(forward_seconds=8e-6, backward_seconds=9e-6, runs_ahead=True)
+    assert host.forward_region_seconds(0.5e-3, 100) == pytest.approx(0.8e-3)
+    assert host.backward_region_seconds(0.5e-3, 100) == pytest.approx(0.9e-3)
+    assert host.forward_region_seconds(2e-3, 100) == 2e-3
 
 
 @given(st.floats(1, 2000), st.floats(1, 2000))

@@ -75,9 +75,8 @@ def test_a_core_of_a_cpu_is_a_device_like_any_other() -> None:
     # 103 GFLOP/s measured at 512³ on one core; 1024³ took 22.05 ms there.
     rates = real_rates(
         architecture="cpu",
-        peak_flops_per_second=103e9,
-        half_flops_per_second=103e9,
-        bytes_per_second=35e9,
+        peak=103e9,
+        memory_bytes_per_second=35e9,
         launch_seconds=1e-6,
         power_watts=None,
     )
@@ -105,9 +104,11 @@ def test_a_faster_device_is_never_slower(m: int, n: int, k: int, factor: float) 
     slow = gemm_seconds(m, n, k, rates=real_rates())
     limit = slow * (1 + 1e-9)
     peak = 312e12 * factor
-    faster = real_rates(peak_flops_per_second=peak, half_flops_per_second=peak)
+    faster = real_rates(peak=peak)
     assert gemm_seconds(m, n, k, rates=faster) <= limit
-    assert gemm_seconds(m, n, k, rates=real_rates(bytes_per_second=1.935e12 * factor)) <= limit
+    assert (
+        gemm_seconds(m, n, k, rates=real_rates(memory_bytes_per_second=1.935e12 * factor)) <= limit
+    )
 
 
 def test_a_call_takes_few_microseconds() -> None:
