@@ -30,7 +30,7 @@ from autopar.planner.trace.export import (
 )
 from autopar.planner.trace.model_checks import parts_in_eval_mode
 from autopar.planner.trace.nodes import channels_last_inputs
-from autopar.planner.trace.running import Traces
+from autopar.planner.trace.record import TraceRecording
 from autopar.planner.trace.scatter import with_expected_rows
 from autopar.planner.trace.symbols import RowsInNumberError
 from autopar.planner.trace.traps import LeftBehind, counts_outside, depends_on_outside
@@ -153,21 +153,13 @@ def trace_for_rows(model_file: ModelFile, rows: int | None, precision: Precision
         return graph
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Converted:
-    """A graph, and what the traced step changed in the Python state."""
-
-    graph: Graph
-    traces: Traces
-
-
 def _converted(
     subject: TracedSubject,
     *,
     is_noticed: bool,
     has_fixed_rows: bool = False,
     found: LeftBehind | None = None,
-) -> _Converted:
+) -> tuple[Graph, TraceRecording]:
     how = partial(
         export, subject, is_noticed=is_noticed, has_fixed_rows=has_fixed_rows, found=found
     )
@@ -177,7 +169,7 @@ def _converted(
     except CannotReplayError:
         exported = how(fold=False)
         graph = convert(exported)
-    return _Converted(graph=graph, traces=exported.traces)
+    return graph, exported.recording
 
 
 def _stateless(subject: TracedSubject, *, is_noticed: bool, has_fixed_rows: bool = False) -> Graph:
@@ -188,21 +180,21 @@ def _stateless(subject: TracedSubject, *, is_noticed: bool, has_fixed_rows: bool
     filled once are allowed.
     """
     how = partial(_converted, subject, is_noticed=is_noticed, has_fixed_rows=has_fixed_rows)
-    first = how()
-    if not first.traces.changed:
-        return first.graph
-    changed, left = first.traces.changed, first.traces.left
+    graph, recording = how()
+    changed, left = recording.changed, recording.left
+    if not changed:
+        return graph
     place = min(changed, key=lambda one: not changed[one])  # preferably one compared by content
     try:
-        second = how(found=left)
+        second, recording = how(found=left)
     except (InputError, TraceError) as error:
         raise depends_on_outside(place, subject.path) from error
-    for counted, is_content in second.traces.changed.items():
+    for counted, is_content in recording.changed.items():
         if is_content:
             raise counts_outside(counted, subject.path)
-    if left.read or _computed_in(second.graph) != _computed_in(first.graph):
+    if left.read or _computed_in(second) != _computed_in(graph):
         raise depends_on_outside(place, subject.path)
-    return first.graph
+    return graph
 
 
 def _computed_in(graph: Graph) -> Graph:

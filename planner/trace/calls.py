@@ -172,9 +172,9 @@ class Values:
                 return scope.values[node]
             raise CannotReplayError(node.name)
         assert scope.template is not None
-        paths = self.recording.paths
+        calls = self.recording.calls
         target = (spec.target or "").removeprefix("model.")
-        name = self.names.corresponding(target, paths[scope.template], paths[scope.site])
+        name = self.names.corresponding(target, calls[scope.template].path, calls[scope.site].path)
         if name is None:
             raise CannotReplayError(target)
         parameter = spec.kind is InputKind.PARAMETER
@@ -293,29 +293,27 @@ class Calls:
         return scope.call in self.modules and self.modules[scope.call].is_function
 
     def _enter(self, node: fx.Node, scope: Scope) -> None:
-        recorded = operands_of(node)[1]
-        key = self._renamed(str(recorded), scope)
+        recorded = str(operands_of(node)[1])
+        key, own = self._renamed(recorded, scope), self.recording.calls[recorded]
         arguments, keywords = self._given(node, scope)
-        path = self._module_path(str(recorded), scope)
-        parent = self.recording.parents[str(recorded)]
+        path = self._module_path(recorded, scope)
         self.modules[key] = ModuleCall(
             key=key,
             path=path,
-            class_name=self.recording.classes[str(recorded)],
-            is_function=str(recorded) in self.recording.functions,
-            parent=None if parent is None else self._renamed(parent, scope),
+            class_name=own.name,
+            is_function=own.is_function,
+            parent=None if own.parent is None else self._renamed(own.parent, scope),
             arguments=tuple(map(structured, arguments)),
             keywords=tuple((name, structured(value)) for name, value in keywords.items()),
             result=None,
             is_batch_norm=isinstance(self.recording.modules.get(path), _BatchNorm),
-            left=self.recording.state_change(str(recorded)),
-            mode_is_set=str(recorded) in self.recording.modes_set,
+            left=self.recording.state_change(recorded),
+            mode_is_set=own.mode_is_set,
             spans=spans_of(node),
         )
-        template = self.recording.replays.get(str(recorded))
-        run = str(recorded) if template is None else template.call
-        own = (one for one in self.recording.own_gradients if one.call == run)
-        self.own_gradients += (replace(one, call=key) for one in own)
+        run = recorded if own.template is None else own.template.call
+        used = (one for one in self.recording.own_gradients if one.call == run)
+        self.own_gradients += (replace(one, call=key) for one in used)
         scope.call = key
 
     def _leave(self, node: fx.Node, scope: Scope) -> None:
@@ -326,11 +324,11 @@ class Calls:
 
     def _begin(self, node: fx.Node, scope: Scope) -> None:
         recorded = str(operands_of(node)[1])
-        module, name = self.recording.plain[recorded]
+        own = self.recording.calls[recorded]
         arguments, keywords = self._given(node, scope)
         function = FunctionCall(
-            module=module,
-            name=name,
+            module=own.path,
+            name=own.name,
             call=scope.call,
             arguments=tuple(map(structured, arguments)),
             keywords=tuple((key, structured(value)) for key, value in keywords.items()),
@@ -351,7 +349,7 @@ class Calls:
     def _given(self, node: fx.Node, scope: Scope) -> tuple[Any, Any]:
         """Return the positional and the keyword arguments of a call."""
         tensors, recorded = operands_of(node)
-        border = self.recording.arguments[str(recorded)]
+        border = self.recording.calls[str(recorded)].arguments
         given: tuple[Any, Any] = pytree.tree_unflatten(
             self._leaves(tensors, border, scope), border.spec
         )
@@ -359,7 +357,8 @@ class Calls:
 
     def _returned(self, node: fx.Node, scope: Scope) -> Value:
         tensors, recorded = operands_of(node)
-        border = self.recording.results[str(recorded)]
+        border = self.recording.calls[str(recorded)].result
+        assert border is not None
         return structured(pytree.tree_unflatten(self._leaves(tensors, border, scope), border.spec))
 
     def _leaves(self, tensors: Any, border: record.Border, scope: Scope) -> list[Any]:
@@ -371,18 +370,18 @@ class Calls:
 
     def _renamed(self, recorded: str, scope: Scope) -> str:
         """Return the key of a recorded call; in a replay, of the corresponding call at `site`."""
-        paths, template = self.recording.paths, scope.template
-        if template is None or not paths[recorded].startswith(paths[template]):
+        template = scope.template
+        if template is None or recorded == template:
+            return recorded if template is None else scope.site
+        path, outer = self.recording.calls[recorded].path, self.recording.calls[template].path
+        if not path.startswith(outer):
             return recorded
-        if recorded == template:
-            return scope.site
-        path = paths[recorded]  # the key is this path, with @n from the module's second call on
-        return scope.site + path.removeprefix(paths[template]) + recorded.removeprefix(path)
+        # the key is the path, with @n from the module's second call on
+        return scope.site + path.removeprefix(outer) + recorded.removeprefix(path)
 
     def _module_path(self, recorded: str, scope: Scope) -> str:
-        path = self.recording.paths[recorded]
+        calls = self.recording.calls
+        path = calls[recorded].path
         if scope.template is None:
             return path
-        return self.recording.paths[scope.site] + path.removeprefix(
-            self.recording.paths[scope.template]
-        )
+        return calls[scope.site].path + path.removeprefix(calls[scope.template].path)

@@ -59,18 +59,15 @@ def convert(exported: ExportedTrace) -> Graph:
 class _Converter:
     def __init__(self, exported: ExportedTrace) -> None:
         self.program = exported.program
-        self.recording = exported.recording
-        self.fixed_at = exported.fixed_at
-        self.recomputed_at = exported.recomputed_at
+        self.exported = exported
         self.autocast_at = ""
-        self.was_noticed = exported.was_noticed
         self.loss_at = defined_at(exported.subject.step.loss)
         self.names = ModelNames(exported.subject.model, exported.subject.narrowed)
         self.symbols = Symbols(fixed_batch=exported.fixed_batch)
         self.ledger = Ledger(self.symbols, exported.subject.model_dtype)
         self.values = Values(exported, self.names, self.ledger)
         self.ops: list[Op] = []
-        self.calls = Calls(self.recording, self.values, self.ops)
+        self.calls = Calls(exported.recording, self.values, self.ops)
         self.bodies = bodies(self.program.graph_module)
         modules = self.program.graph_module.modules()
         graphs = (part.graph for part in modules if isinstance(part, fx.GraphModule))
@@ -87,10 +84,8 @@ class _Converter:
         graph = Graph(
             ops=tuple(self.ops),
             tensors=MappingProxyType(self.ledger.tensors),
-            parameters=self.names.parameters(self.ledger.shape, self.ledger.dtype),
-            buffers=self.names.buffers(
-                self.ledger.shape, self.ledger.dtype, self._written_storages()
-            ),
+            parameters=self.names.parameters(self.ledger),
+            buffers=self.names.buffers(self.ledger, self._written_storages()),
             constants=MappingProxyType(self.values.constants),
             inputs=tuple(
                 t.name for t in self.ledger.tensors.values() if t.origin is TensorOrigin.INPUT
@@ -98,10 +93,10 @@ class _Converter:
             calls=MappingProxyType(self.calls.modules),
             loss=loss,
             fixed_batch=self.symbols.fixed_batch,
-            fixed_at=self.fixed_at if self.symbols.fixed_batch is not None else "",
-            recomputed_at=self.recomputed_at,
+            fixed_at=self.exported.fixed_at if self.symbols.fixed_batch is not None else "",
+            recomputed_at=self.exported.recomputed_at,
             autocast_at=self.autocast_at,
-            was_noticed=self.was_noticed,
+            was_noticed=self.exported.was_noticed,
             functions=tuple(self.calls.functions),
             own_gradients=tuple(self.calls.own_gradients),
         )
@@ -319,7 +314,8 @@ class _Converter:
 
     def _replay(self, node: fx.Node, scope: Scope) -> None:
         tensors, site = operands_of(node)
-        template = self.recording.replays[str(site)]
+        template = self.exported.recording.calls[str(site)].template
+        assert template is not None
         nodes = self.bodies[template.call]
         if leaves_tensors(nodes):
             raise CannotReplayError(template.call)

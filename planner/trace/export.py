@@ -37,8 +37,6 @@ from autopar.planner.trace.replaced_calls import (
 )
 from autopar.planner.trace.running import (
     GRAD_FN,
-    TracedRun,
-    Traces,
     expressions_noted,
     note_gradient_use,
     saving_noted,
@@ -72,7 +70,6 @@ class ExportedTrace:
     fixed_at: str  # where the model treated the number of rows as a constant, or ""
     recomputed_at: str  # where the model uses checkpointing itself, or ""
     was_noticed: bool
-    traces: Traces
 
     @property
     def fixed_batch(self) -> int | None:
@@ -115,13 +112,13 @@ def export(
     """
     tensors = {k: v for k, v in subject.batch.items() if isinstance(v, torch.Tensor)}
     constants = {k: v for k, v in subject.batch.items() if k not in tensors}
-    traces, outside = Traces(), state_scope(subject.path, subject.model)
+    outside = state_scope(subject.path, subject.model)
     try:
         with (
             quiet(),
             contained(subject.path),
             no_foreign_randomness(subject.model),
-            recorded(subject.model, outside, fold=fold) as recording,
+            recorded(subject.model, outside, fold=fold, found=found) as recording,
             fixing_noted() as fixing,
             lengths_as_sizes(),
             own_checkpoints_noted() as recomputing,
@@ -134,10 +131,10 @@ def export(
             saving_noted(recording),
             outside.kept(),  # the exporter replaces containers of modules by copies
             torch._dynamo.config.patch(fake_tensor_cache_enabled=False),
-            _OnMeta(recording, found or LeftBehind()),
+            _OnMeta(recording),
         ):
             program = torch.export.export(
-                traced_step(subject.step, tensors, constants, TracedRun(recording, traces, found)),
+                traced_step(subject.step, tensors, constants, recording),
                 (),
                 tensors,
                 dynamic_shapes=None if has_fixed_rows else {key: {0: Dim.AUTO} for key in tensors},
@@ -155,7 +152,6 @@ def export(
         fixed_at=next(iter(fixing), ""),
         recomputed_at=next(iter(recomputing), ""),
         was_noticed=is_noticed,
-        traces=traces,
     )
 
 
@@ -167,9 +163,9 @@ class _OnMeta(TorchFunctionMode):
     because they leave no op.
     """
 
-    def __init__(self, recording: TraceRecording, found: LeftBehind) -> None:
+    def __init__(self, recording: TraceRecording) -> None:
         super().__init__()
-        self.recording, self.found = recording, found
+        self.recording, self.found = recording, recording.found or LeftBehind()
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

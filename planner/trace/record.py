@@ -53,7 +53,7 @@ from autopar.planner.trace.fold import (
     repeated_blocks,
     template_of,
 )
-from autopar.planner.trace.traps import assigned_buffers_written, left_by_call
+from autopar.planner.trace.traps import LeftBehind, assigned_buffers_written, left_by_call
 
 TENSOR = object()  # stands for a tensor among the leaves of a border
 ENTER, LEAVE, REPLAY = "autopar.enter.default", "autopar.leave.default", "autopar.replay.default"
@@ -82,47 +82,48 @@ class Border:
 
 
 @dataclass(slots=True, kw_only=True)
+class RecordedCall:
+    """A call of a module, of a custom autograd.Function, or of a plain function.
+
+    A plain function has the name of its module as `path`, and its own name as `name`.
+    """
+
+    path: str
+    name: str  # of the class
+    arguments: Border
+    result: Border | None = None  # None until the call returns
+    parent: str | None = None
+    is_function: bool = False  # a custom autograd.Function
+    mode_is_set: bool = False  # the module is in another mode than before the step
+    template: Template | None = None  # replayed instead of running the call
+    changed_state: tuple[StateValue, ...] = ()  # the Python state that the call changed
+
+
+@dataclass(slots=True, kw_only=True)
 class TraceRecording:
     """The record of a trace; filled while the exporter runs, then read by `convert`."""
 
     outside: StateScope
     blocks: Mapping[str, Hashable]
     of_torch: Set[str]  # paths of modules whose calls run torch's code alone
+    found: LeftBehind | None  # the Python state that an earlier step left; None for the first step
     counts: Counter[str] = field(default_factory=Counter)
     open_calls: list[str] = field(default_factory=list)
-    paths: dict[str, str] = field(default_factory=dict)
-    classes: dict[str, str] = field(default_factory=dict)
-    functions: set[str] = field(default_factory=set)
-    # the key of a plain function's call → the module and the name of the function
-    plain: dict[str, tuple[str, str]] = field(default_factory=dict)
-    parents: dict[str, str | None] = field(default_factory=dict)
-    arguments: dict[str, Border] = field(default_factory=dict)  # of each call
-    results: dict[str, Border] = field(default_factory=dict)  # of each call
+    calls: dict[str, RecordedCall] = field(default_factory=dict)
     templates: dict[Hashable, Template] = field(default_factory=dict)
-    replays: dict[str, Template] = field(default_factory=dict)
     own_gradients: list[OwnGradient] = field(default_factory=list)
-    # the Python state that each call changed
-    changed_state: dict[str, tuple[StateValue, ...]] = field(default_factory=dict)
     modes: dict[str, bool] = field(default_factory=dict)  # of modules, before the step
-    modes_set: set[str] = field(default_factory=set)  # calls of modules whose mode has changed
     at_end: frozenset[Any] = frozenset()  # comparable forms of all values after the step
     is_running: bool = False  # whether the step itself is running
+    # each place of the Python state that the step changed → whether its value is compared by
+    # content (see StateValue)
+    changed: Mapping[str, bool] = field(default_factory=dict)
+    left: LeftBehind = field(default_factory=LeftBehind)  # for the next step
 
     def restart(self) -> None:
         """Forget an earlier pass: the exporter may run the model more than once."""
-        self.counts.clear()
-        self.open_calls.clear()
-        self.functions.clear()
-        self.plain.clear()
-        for names in (self.paths, self.classes, self.parents):
-            names.clear()
-        for borders in (self.arguments, self.results):
-            borders.clear()
-        self.templates.clear()
-        self.replays.clear()
-        self.own_gradients.clear()
-        self.changed_state.clear()
-        self.modes_set.clear()
+        for found in (self.counts, self.open_calls, self.calls, self.templates, self.own_gradients):
+            found.clear()
         self.modes = {path: module.training for path, module in self.modules.items()}
 
     @property
@@ -132,7 +133,7 @@ class TraceRecording:
 
     def seen_by(self, call: str) -> StateSnapshot:
         """Return a snapshot of the Python state that a call may change."""
-        path = self.paths[call]
+        path = self.calls[call].path
         scope = self.outside.around(path)
         return (replace(scope, files=()) if path in self.of_torch else scope).snapshot()
 
@@ -143,7 +144,7 @@ class TraceRecording:
 
     def state_change(self, call: str) -> StateChange:
         """Return whether a call changed Python state, and whether the change outlives the step."""
-        changed = self.changed_state.get(call, ())
+        changed = self.calls[call].changed_state
         if not changed:
             return StateChange.NOTHING
         stays = all(one.is_content or one.comparable in self.at_end for one in changed)
@@ -159,29 +160,48 @@ class TraceRecording:
         """Wrap the model file's loss function so that its call is recorded."""
         return _noting(loss, LOSS_FUNCTION, self)
 
-    def open(self, path: str, class_name: str) -> str:
-        """Begin a call of a module; return its key, which is `path@n` from the second call on."""
+    @contextmanager
+    def call(
+        self, path: str, name: str, given: tuple[list[Any], Any], **facts: Any
+    ) -> Iterator[str]:
+        """Record a call of a module while the body runs it, and mark its beginning.
+
+        Yield its key, which is `path@n` from the second call on. `given` are its flattened
+        arguments.
+        """
         key = f"{path}@{self.counts[path]}" if self.counts[path] else path
         self.counts[path] += 1
-        self.paths[key] = path
-        self.classes[key] = class_name
-        self.parents[key] = self.open_calls[-1] if self.open_calls else None
+        parent = self.open_calls[-1] if self.open_calls else None
         self.open_calls.append(key)
-        return key
+        arguments = _mark(torch.ops.autopar.enter, *given, key)
+        self.calls[key] = RecordedCall(
+            path=path, name=name, arguments=arguments, parent=parent, **facts
+        )
+        try:
+            yield key
+        finally:
+            self.open_calls.pop()
+
+    def returned(self, key: str, result: Any) -> None:
+        """Record the result of a call of a module, and mark its end."""
+        seen = pytree.tree_flatten(result)
+        self.calls[key].result = _mark(torch.ops.autopar.leave, *seen, key)
 
 
 _RECORDINGS: list[TraceRecording] = []  # of the traces under way, the innermost last
 
 
 @contextmanager
-def recorded(model: nn.Module, outside: StateScope, *, fold: bool) -> Iterator[TraceRecording]:
+def recorded(
+    model: nn.Module, outside: StateScope, *, fold: bool, found: LeftBehind | None
+) -> Iterator[TraceRecording]:
     """Wrap the modules of a model during a trace; with `fold`, repeated blocks run only once."""
     modules = outside.modules
     names = {path: _CALL if has_hooks(module) else "forward" for path, module in modules.items()}
     own = {path: module.__dict__.get(names[path]) for path, module in modules.items()}
     blocks = repeated_blocks(model) if fold else {}
     of_torch = {path for path, module in modules.items() if runs_torch_alone(module)}
-    recording = TraceRecording(outside=outside, blocks=blocks, of_torch=of_torch)
+    recording = TraceRecording(outside=outside, blocks=blocks, of_torch=of_torch, found=found)
     with _functions_recorded(recording), plain_functions_noted(recording):
         _RECORDINGS.append(recording)
         try:
@@ -215,8 +235,9 @@ def _marker_library() -> torch.library.Library:
         del tensors, call
 
     def replay(tensors: list[torch.Tensor], call: str) -> list[torch.Tensor]:
-        forms = _RECORDINGS[-1].replays[call].forms
-        return [form.empty(tensors[0].device) for form in forms]
+        template = _RECORDINGS[-1].calls[call].template
+        assert template is not None
+        return [form.empty(tensors[0].device) for form in template.forms]
 
     def gradient(_: Any, inputs: list[torch.Tensor], given: Any) -> list[torch.Tensor]:
         del given
@@ -239,24 +260,20 @@ def _noting_call(
 ) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        key = recording.open(path, type(module).__name__)
-        recording.arguments[key] = _mark(torch.ops.autopar.enter, leaves, spec, key)
-        if module.training is not recording.modes[path]:
-            recording.modes_set.add(key)
-        if has_backward_hooks(module):
-            where = f"module {path or '(root)'}"
-            recording.note_gradient(GradientUse.CHANGED, _BACKWARD_HOOK, where)
         folded = recording.fold_key(path, leaves, spec)
         template = recording.templates.get(folded)
-        try:
+        mode_is_set = module.training is not recording.modes[path]
+        facts = {"mode_is_set": mode_is_set, "template": template}
+        with recording.call(path, type(module).__name__, (leaves, spec), **facts) as key:
+            if has_backward_hooks(module):
+                where = f"module {path or '(root)'}"
+                recording.note_gradient(GradientUse.CHANGED, _BACKWARD_HOOK, where)
             if template is None:
                 result = _run(recording, key, folded, original, (args, kwargs))
             else:  # runs nothing, and so changes no state
-                result = _replayed(recording, key, template, leaves)
-        finally:
-            recording.open_calls.pop()
-        seen = pytree.tree_flatten(_with_fields(result))
-        recording.results[key] = _mark(torch.ops.autopar.leave, *seen, key)
+                tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+                result = template.result(leaves, iter(torch.ops.autopar.replay(tensors, key)))
+        recording.returned(key, _with_fields(result))
         return result
 
     return call
@@ -283,17 +300,12 @@ def _functions_recorded(recording: TraceRecording) -> Iterator[None]:
         plain = original.__get__(None, cls)
         if cls.__module__.startswith("torch."):
             return plain(*args)
-        owner = recording.paths[recording.open_calls[-1]] if recording.open_calls else "(loss)"
-        call = recording.open(f"{owner}/{cls.__name__}", cls.__name__)
-        recording.functions.add(call)
-        recording.arguments[call] = _mark(
-            torch.ops.autopar.enter, *pytree.tree_flatten((args, {})), call
-        )
-        try:
+        around = recording.open_calls[-1:]
+        owner = recording.calls[around[0]].path if around else LOSS_CALL
+        path, given = f"{owner}/{cls.__name__}", pytree.tree_flatten((args, {}))
+        with recording.call(path, cls.__name__, given, is_function=True) as key:
             result = plain(*args)
-        finally:
-            recording.open_calls.pop()
-        recording.results[call] = _mark(torch.ops.autopar.leave, *pytree.tree_flatten(result), call)
+        recording.returned(key, result)
         return result
 
     with patch.object(torch.autograd.Function, "apply", classmethod(apply)):
@@ -318,21 +330,16 @@ def _noting(
 ) -> Callable[..., Any]:
     @wraps(function)
     def noting(*args: Any, **kwargs: Any) -> Any:
-        call = f"{place[1]}()@{len(recording.plain)}"
-        recording.plain[call] = place
+        call = f"{place[1]}()@{len(recording.calls)}"
         given = pytree.tree_flatten((args, kwargs))
-        recording.arguments[call] = _mark(torch.ops.autopar.begin, *given, call)
+        arguments = _mark(torch.ops.autopar.begin, *given, call)
+        own = RecordedCall(path=place[0], name=place[1], arguments=arguments)
+        recording.calls[call] = own
         result = function(*args, **kwargs)
-        recording.results[call] = _mark(torch.ops.autopar.end, *pytree.tree_flatten(result), call)
+        own.result = _mark(torch.ops.autopar.end, *pytree.tree_flatten(result), call)
         return result
 
     return noting
-
-
-def _replayed(recording: TraceRecording, call: str, template: Template, leaves: list[Any]) -> Any:
-    recording.replays[call] = template
-    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    return template.result(leaves, iter(torch.ops.autopar.replay(tensors, call)))
 
 
 _Given = tuple[tuple[Any, ...], dict[str, Any]]  # args and kwargs
@@ -350,11 +357,11 @@ def _run(
     A block that stores tensors elsewhere than in its result (in a list, in an attribute such as
     `self.aux_loss`) becomes none and runs each time: a replay would not store them.
     """
-    path = recording.paths[call]
-    module, before = recording.modules[path], recording.seen_by(call)
+    own = recording.calls[call]
+    module, before = recording.modules[own.path], recording.seen_by(call)
     leaves = pytree.tree_leaves(given)
     attributes = None if folded is None else attribute_ids(module)
-    with assigned_buffers_written(module, path):
+    with assigned_buffers_written(module, own.path):
         result = forward(*given[0], **given[1])
         made = None if folded is None else template_of(call, leaves, result)
         if made is not None and attributes == attribute_ids(module):
@@ -362,7 +369,7 @@ def _run(
             is_untouched = list(map(id, leaves)) == list(map(id, leaves_after))
             if is_untouched and not before.changes_to(recording.seen_by(call)):
                 recording.templates[folded] = made
-    recording.changed_state[call] = left_by_call(before, recording.seen_by(call))
+    own.changed_state = left_by_call(before, recording.seen_by(call))
     return result
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
 
@@ -22,7 +21,7 @@ from autopar.planner.trace.build import TracedStep
 from autopar.planner.trace.model_checks import calling_place, calling_spans, check_same_parameters
 from autopar.planner.trace.nodes import SPANS
 from autopar.planner.trace.record import TraceRecording
-from autopar.planner.trace.traps import LeftBehind, attributes_kept, left_behind
+from autopar.planner.trace.traps import attributes_kept, left_behind
 
 
 @contextmanager
@@ -36,7 +35,7 @@ def expressions_noted() -> Iterator[None]:
     def noting(self: TracerBase, *args: Any, **kwargs: Any) -> fx.Node:
         self.record_stack_traces = False
         node = plain(self, *args, **kwargs)
-        node.meta.setdefault(SPANS, calling_spans(TracedRun.loss_of.__code__))
+        node.meta.setdefault(SPANS, calling_spans(_loss_of.__code__))
         return node
 
     with patch.object(TracerBase, "create_node", noting):
@@ -108,53 +107,36 @@ def saving_noted(recording: TraceRecording) -> Iterator[None]:
         yield
 
 
-@dataclass(slots=True)
-class Traces:
-    """A step's changes of Python state, and what the step leaves for the next one."""
-
-    # each changed place → whether its value is compared by content (see StateValue)
-    changed: Mapping[str, bool] = field(default_factory=dict)
-    left: LeftBehind = field(default_factory=LeftBehind)
-
-
-@dataclass(slots=True)
-class TracedRun:
-    """Runs a step, and records in `traces` how it changes the Python state.
-
-    `found` is the state that an earlier step left, and that this step begins with; None at first.
-    """
-
-    recording: TraceRecording
-    traces: Traces
-    found: LeftBehind | None
-
-    def loss_of(self, step: TracedStep, batch: Mapping[str, Any]) -> torch.Tensor:
-        """Run a step and return its loss; restore the Python state afterwards."""
-        self.recording.restart()
-        outside = self.recording.outside
-        at_first = outside.snapshot()
-        try:
-            if self.found is not None:
-                self.found.put()
-            before = at_first if self.found is None else outside.snapshot()
-            kept = attributes_kept(step.model) if self.found is None else nullcontext()
-            parameters = dict(step.model.named_parameters())
-            self.recording.is_running = True
-            with kept:
-                loss = step.run(batch, noted=self.recording.noting_loss)
-                check_same_parameters(step.model, parameters, str(step.path))
-            self.recording.is_running = False
-            after = outside.snapshot()
-            self.recording.at_end = frozenset(leaf.comparable for leaf in after.leaves.values())
-            self.traces.changed = before.changes_to(after)
-            self.traces.left = left_behind(before, after)
-        finally:
-            at_first.put_back()
-        return loss
+def _loss_of(step: TracedStep, batch: Mapping[str, Any], recording: TraceRecording) -> torch.Tensor:
+    """Run a step and return its loss; record and undo its changes of the Python state."""
+    recording.restart()
+    outside, found = recording.outside, recording.found
+    at_first = outside.snapshot()
+    try:
+        if found is not None:
+            found.put()
+        before = at_first if found is None else outside.snapshot()
+        kept = attributes_kept(step.model) if found is None else nullcontext()
+        parameters = dict(step.model.named_parameters())
+        recording.is_running = True
+        with kept:
+            loss = step.run(batch, noted=recording.noting_loss)
+            check_same_parameters(step.model, parameters, str(step.path))
+        recording.is_running = False
+        after = outside.snapshot()
+        recording.at_end = frozenset(leaf.comparable for leaf in after.leaves.values())
+        recording.changed = before.changes_to(after)
+        recording.left = left_behind(before, after)
+    finally:
+        at_first.put_back()
+    return loss
 
 
 def traced_step(
-    step: TracedStep, tensors: dict[str, Any], constants: dict[str, Any], runs: TracedRun
+    step: TracedStep,
+    tensors: dict[str, Any],
+    constants: dict[str, Any],
+    recording: TraceRecording,
 ) -> torch.nn.Module:
     """Return a module whose forward names the batch's keys, as the exporter requires."""
 
@@ -164,7 +146,7 @@ def traced_step(
             self.model = step.model
 
     def run(**batch: Any) -> torch.Tensor:
-        return runs.loss_of(step, {**batch, **constants})
+        return _loss_of(step, {**batch, **constants}, recording)
 
     names = ", ".join(tensors)
     pairs = ", ".join(f"{key}={key}" for key in tensors)

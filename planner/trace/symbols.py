@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
@@ -237,10 +237,6 @@ class Ledger:
                 return candidate
 
 
-ShapeOf = Callable[[torch.Tensor], tuple[Extent, ...]]
-TypeOf = Callable[[torch.dtype], str]
-
-
 class ModelNames:
     """Finds the first name of each parameter and buffer; the exporter uses any name of a tied one.
 
@@ -283,21 +279,21 @@ class ModelNames:
                     return self._first[id(getattr(other.get_submodule(path), leaf))]
         return None
 
-    def parameters(self, shape: ShapeOf, dtype: TypeOf) -> tuple[Parameter, ...]:
+    def parameters(self, ledger: Ledger) -> tuple[Parameter, ...]:
         """Return every parameter once, with all its names."""
         return tuple(
             Parameter(
                 name=name,
                 aliases=tuple(self._aliases[name][1:]),
-                shape=shape(parameter),
-                dtype=dtype(parameter.dtype),
+                shape=ledger.shape(parameter),
+                dtype=ledger.dtype(parameter.dtype),
                 trainable=parameter.requires_grad,
             )
             for name, parameter in self._parameters.items()
             if self._first[id(parameter)] == name
         )
 
-    def buffers(self, shape: ShapeOf, dtype: TypeOf, written: frozenset[str]) -> tuple[Buffer, ...]:
+    def buffers(self, ledger: Ledger, written: frozenset[str]) -> tuple[Buffer, ...]:
         """Return every buffer once; `written` are those that the forward changes."""
         non_persistent = {
             f"{prefix}.{name}" if prefix else name
@@ -307,8 +303,8 @@ class ModelNames:
         return tuple(
             Buffer(
                 name=name,
-                shape=shape(buffer),
-                dtype=dtype(buffer.dtype),
+                shape=ledger.shape(buffer),
+                dtype=ledger.dtype(buffer.dtype),
                 persistent=name not in non_persistent,
                 updated=name in written,
                 narrowed=name in self._narrowed,
