@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Unpack
 
 from autopar.codegen.script.render import FILE_NAME as SCRIPT_NAME
 from autopar.codegen.script.render import refuse_overwriting
-from autopar.options import MachineOptions, request_of
+from autopar.options import request_of
 from autopar.planner.costs.prediction import Arrangement, Prediction
 from autopar.planner.errors import AutoparError, InputError
 from autopar.planner.files import (
@@ -175,12 +175,10 @@ def plan(
     request = request_of(
         str(model),
         arguments=_pairs(arguments),
-        machines=MachineOptions(
-            gpus=_text(gpus) if gpus is None or isinstance(gpus, (int, str)) else _listed(gpus),
-            device=device,
-            nodes=_text(nodes),
-            cluster=None if cluster is None else _path(cluster),
-        ),
+        gpus=_text(gpus) if gpus is None or isinstance(gpus, (int, str)) else _listed(gpus),
+        device=device,
+        nodes=_text(nodes),
+        cluster=None if cluster is None else _path(cluster),
         pins=_pairs(pins),
         demands=demands,
         constraints=None if constraints is None else _path(constraints),

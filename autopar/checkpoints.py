@@ -61,12 +61,6 @@ _UNFINISHED = "being written, or left by a training that was killed"
 _BROKEN = "set aside by a training, because it was damaged"
 
 
-class DamagedCheckpointError(AutoparError):
-    """A checkpoint has missing or changed files."""
-
-    exit_code = ExitCode.MISMATCH
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptCheckpoint:
     """A checkpoint in a folder; `manifest` is None if it cannot be read."""
@@ -105,10 +99,11 @@ def whole_checkpoint(path: Location) -> Checkpoint:
     folder = _folders(path)[-1]
     found = _looked_at(folder, check=check_file)
     if found.manifest is None or found.faults:
-        raise DamagedCheckpointError(
+        raise AutoparError(
             "the checkpoint is damaged: " + "; ".join(found.faults),
             where=str(folder),
             fix="name another one, or bring back a copy; `autopar ckpt ls` lists them",
+            exit_code=ExitCode.MISMATCH,
         )
     return Checkpoint(folder, found.manifest)
 

@@ -18,7 +18,7 @@ import typer
 from typer.core import TyperCommand
 
 import autopar
-from autopar.commands import Command, CommandGroup
+from autopar.commands import Command, CommandGroup, new_app
 from autopar.planner.errors import AutoparError, ExitCode, InputError
 
 # The module and the function of each command.
@@ -53,9 +53,7 @@ class LazyCommands(Mapping[str, Any]):
             group = typer.main.get_command(function)
             group.name = name
             return group
-        alone = typer.Typer(
-            add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich"
-        )
+        alone = new_app()
         alone.command(name, cls=Command)(function)
         return typer.main.get_command(alone)
 
@@ -117,8 +115,6 @@ _IMPASSABLE = (errno.ENAMETOOLONG, errno.ELOOP)  # errors of impossible paths
 app = typer.Typer(
     name="autopar",
     cls=LazyGroup,
-    help="Plans how to split the training of a PyTorch model, and writes the script.",
-    invoke_without_command=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
@@ -126,12 +122,6 @@ app = typer.Typer(
 
 _COMPLETING = "_AUTOPAR_COMPLETE"  # the variable that a shell sets to have a word completed
 _SMALLER = "try a smaller model by --arg, or fewer arrangements by --pin"
-
-
-class OutOfMemoryError(AutoparError):
-    """Python could not get the memory that it asked for."""
-
-    exit_code = ExitCode.NO_PLAN
 
 
 def _version(wanted: bool) -> None:
@@ -142,16 +132,12 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def autopar_options(
-    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
     """Plans how to split the training of a PyTorch model, and writes the script."""
     del version
-    if context.invoked_subcommand is None:
-        typer.echo(context.get_help())
-        raise typer.Exit(ExitCode.USAGE)
 
 
 def main(command: typer.Typer = app) -> None:
@@ -172,8 +158,8 @@ def main(command: typer.Typer = app) -> None:
         print_error(error)
         sys.exit(int(error.exit_code))
     except MemoryError:
-        print_error(OutOfMemoryError("this machine is out of memory", fix=_SMALLER))
-        sys.exit(int(OutOfMemoryError.exit_code))
+        print_error(InputError("this machine is out of memory", fix=_SMALLER))
+        sys.exit(int(ExitCode.NO_PLAN))
     except OSError as error:
         where = str(error.filename or "")
         # errors of object stores are always EIO

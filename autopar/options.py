@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import wraps
 from inspect import Parameter, signature
 from math import inf
@@ -102,22 +101,13 @@ _MOST_COUNTS = 64  # numbers of devices to plan for in one command
 _EXPECTED = "a whole number, several such as 1,2,4,8, or a range such as 1..64"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MachineOptions:
-    """The machines to plan for, as given on the command line."""
-
-    gpus: str | None = None
-    device: str | None = None
-    nodes: str | None = None
-    cluster: Path | None = None
-
-
-def clusters_of(of: MachineOptions) -> tuple[Cluster, ...]:
+def _clusters_of(
+    gpus: str | None, *, device: str | None, nodes: str | None, file: Path | None
+) -> tuple[Cluster, ...]:
     """Return the clusters that the options describe, the smallest first.
 
     With a cluster file, a number of devices means its first nodes, or a part of the first node.
     """
-    gpus, device, nodes, file = of.gpus, of.device, of.nodes, of.cluster
     if file is None and gpus is None:
         raise InputError(
             "no machines are given", fix="--gpus 8, or --cluster cluster.toml for unequal ones"
@@ -298,7 +288,10 @@ def request_of(
     model: str,
     *,
     arguments: Sequence[str],
-    machines: MachineOptions,
+    gpus: str | None,
+    device: str | None,
+    nodes: str | None,
+    cluster: Path | None,
     pins: Sequence[str],
     demands: Mapping[str, object],
     constraints: Path | None,
@@ -316,7 +309,7 @@ def request_of(
 
     declared = gathered_constraints(pins, demands, constraints)
     check_work(declared)
-    clusters = clusters_of(machines)
+    clusters = _clusters_of(gpus, device=device, nodes=nodes, file=cluster)
     measured = read_measurements(profile) if profile else None
     if measured is not None:
         note_profile(measured, clusters[-1], declared.precision)

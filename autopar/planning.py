@@ -55,7 +55,6 @@ from autopar.planner.plan.traced import (
     with_spec,
 )
 from autopar.planner.precision import Precision
-from autopar.planner.profile.measured import MeasuredFile
 
 # Modules that need torch are imported in functions: planning a cached model needs no torch.
 if TYPE_CHECKING:
@@ -147,15 +146,11 @@ def _emitted(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """A planning request: the model, the machines, the constraints."""
+class Request(PlanDemands):
+    """A model, and everything that its plan must satisfy."""
 
     model: str  # path.py or path.py:factory
     arguments: tuple[str, ...]  # "key=value", for functions of the model file
-    clusters: tuple[Cluster, ...]  # one of them is chosen
-    constraints: Constraints
-    time_limit_seconds: float | None = None
-    measured: MeasuredFile | None = None
     uses_cache: bool = True
 
 
@@ -174,14 +169,14 @@ def make_plan(
         clusters=(cluster,),
         constraints=constraints,
         time_limit_seconds=time_limit_seconds,
+        looks_at_fewer=False,
     )
-    return make_plans(request, looks_at_fewer=False).plan
+    return make_plans(request).plan
 
 
 def make_plans(
     request: Request,
     *,
-    looks_at_fewer: bool = True,
     on_search: Callable[[Training], None] = lambda _: None,
     on_found: Callable[[Plan], None] = lambda _: None,
     workers: Idle = idle_cores,
@@ -192,25 +187,17 @@ def make_plans(
     with the training, and `on_found` with its plan, but not if the cache has its result. `workers`
     are as in `plan_training`.
     """
-    demands = PlanDemands(
-        clusters=request.clusters,
-        constraints=request.constraints,
-        time_limit_seconds=request.time_limit_seconds,
-        measured=request.measured,
-        looks_at_fewer=looks_at_fewer,
-    )
-    check_demands(demands)
+    check_demands(request)
     with status_line("tracing the model") as report:
         traced = read_model(request)
         report("finding its axes and layers")
-        training = training_of(traced, demands)
+        training = training_of(traced, request)
         note_traced(traced, training, request.clusters[-1])
-        cache = cache_of(request.uses_cache)
         found = plan_training(
             training,
-            demands,
+            request,
             report,
-            cache=cache,
+            cache=cache_of(request.uses_cache),
             on_search=on_search,
             on_found=on_found,
             workers=workers,
@@ -270,12 +257,7 @@ def read_model(request: Request) -> TracedModel:
     return traced
 
 
-def scripted(
-    request: Request,
-    destination: Path,
-    *,
-    plans: Callable[..., Planned] = make_plans,
-) -> tuple[Planned, str]:
+def scripted(request: Request, destination: Path) -> tuple[Planned, str]:
     """Return the best plan that a script can be written for, and the script.
 
     A layer can only be recomputed if the script calls it as a module, which is known once the
@@ -284,7 +266,7 @@ def scripted(
     """
     try:
         with closing(_ScriptProcess(request, destination)) as process:
-            found = plans(
+            found = make_plans(
                 request,
                 on_search=process.start,
                 on_found=process.write,
@@ -297,14 +279,14 @@ def scripted(
             raise
         _asked(request).forget(cache_of(uses_cache=True))
         print_note(f"planned again without the cache: {changed.found}")
-        return scripted(replace(request, uses_cache=False), destination, plans=plans)
+        return scripted(replace(request, uses_cache=False), destination)
     except LostLayersError as lost:
         why = "the script inlines this code into its caller, so there is no call to recompute"
         rest = without_recompute(request.constraints, lost.paths, origin=why)
         if rest is None:
             raise
         print_note(f"planned again without recomputing {', '.join(lost.paths)}: {why}")
-        return scripted(replace(request, constraints=rest), destination, plans=plans)
+        return scripted(replace(request, constraints=rest), destination)
     for note in made.notes:
         print_note(note)
     return found, made.text

@@ -53,7 +53,7 @@ def annotated_ops(
     """Return all ops with their work and seconds, in the order in which they run."""
     axes = infer_axes(graph)
     layers = find_layers(graph, axes)
-    annotation = annotate(graph, axes, batch=batch, precision=precision)
+    works = annotate(graph, axes, batch=batch, precision=precision)
     pricer = OpPricer(graph, axes, batch=batch, precision=precision, device=device, layers=layers)
     layer_of = {op.name: number for number, one in enumerate(layers.layers) for op in one.ops}
 
@@ -61,7 +61,7 @@ def annotated_ops(
         for op in graph.ops:
             layer = layer_of[op.name]
             alike = layers.classes[layers.layers[layer].layer_class].layers
-            work, cost = annotation.ops[op.name], pricer.cost(op)
+            work, cost = works[op.name], pricer.cost(op)
             yield AnnotatedOp(
                 name=op.name,
                 target=op.target,
@@ -71,7 +71,7 @@ def annotated_ops(
                 count=len(alike) if alike[0] == layer else 0,
                 forward_flops=work.forward_flops,
                 backward_flops=work.backward_flops,
-                moved_bytes=work.forward_bytes + work.backward_bytes,
+                moved_bytes=work.moved_bytes,
                 kept_bytes=work.saved_bytes,
                 forward_seconds=cost.forward_seconds,
                 backward_seconds=cost.backward_seconds,
@@ -123,6 +123,11 @@ class OpWork:
     backward_bytes: int = 0
     saved_bytes: int = 0
 
+    @property
+    def moved_bytes(self) -> int:
+        """The bytes that forward and backward read and write."""
+        return self.forward_bytes + self.backward_bytes
+
     def __add__(self, other: OpWork) -> OpWork:
         return OpWork(
             forward_flops=self.forward_flops + other.forward_flops,
@@ -131,17 +136,6 @@ class OpWork:
             backward_bytes=self.backward_bytes + other.backward_bytes,
             saved_bytes=self.saved_bytes + other.saved_bytes,
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Annotation:
-    """The work of every op at one batch and precision; a tensor counts once, when first saved."""
-
-    ops: Mapping[str, OpWork]
-
-    def total(self, ops: Iterable[Op]) -> OpWork:
-        """Return the summed work of some ops."""
-        return sum((self.ops[op.name] for op in ops), OpWork())
 
 
 def state_of(parameters: Iterable[Parameter], precision: Precision) -> State:
@@ -167,11 +161,15 @@ def annotate(
     *,
     batch: int,
     precision: Precision,
-) -> Annotation:
-    """Return the work of every op of a graph."""
+) -> Mapping[str, OpWork]:
+    """Return the work of every op of a graph; a tensor counts once, when it is first saved."""
     annotator = _Annotator(graph, axes, batch, precision)
-    works = {op.name: annotator.work(op) for op in graph.ops}
-    return Annotation(ops=MappingProxyType(works))
+    return MappingProxyType({op.name: annotator.work(op) for op in graph.ops})
+
+
+def total_work(ops: Iterable[Op], works: Mapping[str, OpWork]) -> OpWork:
+    """Return the summed work of some ops."""
+    return sum((works[op.name] for op in ops), OpWork())
 
 
 def op_flops(op: Op, graph: Graph, axes: GraphAxes, *, batch: int) -> int:

@@ -25,12 +25,18 @@ class AutoparError(Exception):
 
     exit_code = ExitCode.USAGE
 
-    def __init__(self, found: str, *, where: str = "", expected: str = "", fix: str = "") -> None:
+    def __init__(
+        self,
+        found: str,
+        *,
+        where: str = "",
+        expected: str = "",
+        fix: str = "",
+        exit_code: ExitCode | None = None,
+    ) -> None:
         super().__init__(found)
-        self.found = found
-        self.where = where
-        self.expected = expected
-        self.fix = fix
+        self.found, self.where, self.expected, self.fix = found, where, expected, fix
+        self.exit_code = exit_code or self.exit_code
 
     def __str__(self) -> str:
         parts = (self.found, self.where and f"at {self.where}", self.expected, self.fix)

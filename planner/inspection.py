@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from math import prod
 
-from autopar.planner.annotate import Annotation, OpWork, annotate, state_of
+from autopar.planner.annotate import OpWork, annotate, state_of, total_work
 from autopar.planner.axes.infer import GraphAxes, infer_axes
 from autopar.planner.costs.prediction import State
 from autopar.planner.findings.numbers import Unpriced, unpriced
@@ -18,6 +19,7 @@ from autopar.planner.rules.signature import leaves
 from autopar.planner.rules.table import has_rule
 
 SHOWN = (Precision.FP32, Precision.BF16)  # fp16 has the figures of bf16
+_Works = Mapping[str, OpWork]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,13 +74,10 @@ class OpLine:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StateLine:
-    """The bytes of parameters, gradients and optimizer states at one precision."""
+class StateLine(State):
+    """Bytes at one precision."""
 
     precision: str
-    parameter_bytes: int
-    gradient_bytes: int
-    optimizer_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,13 +114,13 @@ def inspect_graph(graph: Graph, *, model: str, batch: int, optimizer: str) -> In
     axes = infer_axes(graph)
     layers = find_layers(graph, axes)
     fp32, bf16 = (annotate(graph, axes, batch=batch, precision=precision) for precision in SHOWN)
-    total, total_bf16 = fp32.total(graph.ops), bf16.total(graph.ops)
+    total, total_bf16 = (total_work(graph.ops, works) for works in (fp32, bf16))
     used = graph.fixed_batch or batch
     return Inspection(
         model=model,
         batch=used,
         batch_is_fixed=graph.fixed_batch is not None,
-        tokens=_tokens(graph, used),
+        tokens=used * graph.tokens_per_row if graph.tokens_per_row > 1 else 0,
         parameters=sum(map(_count, graph.parameters)),
         trainable_parameters=sum(_count(p) for p in graph.parameters if p.trainable),
         tied=tuple((p.name, *p.aliases) for p in graph.parameters if p.aliases),
@@ -139,7 +138,10 @@ def inspect_graph(graph: Graph, *, model: str, batch: int, optimizer: str) -> In
         backward_flops=total.backward_flops,
         saved_bytes=BytesByDtype(fp32=total.saved_bytes, bf16=total_bf16.saved_bytes),
         optimizer=optimizer,
-        states=tuple(_state(graph, precision) for precision in SHOWN),
+        states=tuple(
+            StateLine(precision=precision, **asdict(state_of(graph.parameters, precision)))
+            for precision in SHOWN
+        ),
         ops=len(graph.ops),
         ops_without_rule=_without_rule(graph),
         unpriced=tuple(unpriced(graph, axes)),
@@ -150,22 +152,13 @@ def _count(parameter: Parameter) -> int:
     return prod(size.at(0) for size in parameter.shape)
 
 
-def _tokens(graph: Graph, batch: int) -> int:
-    """Return the number of tokens in a batch; 0 if no input is a 2-D tensor of integers."""
-    for name in graph.inputs:
-        tensor = graph.tensors[name]
-        if tensor.dtype.startswith("int") and len(tensor.shape) == 2:
-            return tensor.numel.at(batch)
-    return 0
-
-
-def _runs(graph: Graph, layers: Layers, fp32: Annotation, bf16: Annotation) -> tuple[RunLine, ...]:
+def _runs(graph: Graph, layers: Layers, fp32: _Works, bf16: _Works) -> tuple[RunLine, ...]:
     lines = []
     counted: set[str] = set()
     for run in layers.runs:
         members = layers.layers[run.first : run.first + run.count]
         ops = [op for layer in members for op in layer.ops]
-        work, narrow = fp32.total(ops), bf16.total(ops)
+        work, narrow = total_work(ops, fp32), total_work(ops, bf16)
         names = {n for op in ops for n in op.inputs} & {p.name for p in graph.parameters}
         own = [p for p in graph.parameters if p.name in names - counted]
         counted |= names
@@ -179,14 +172,10 @@ def _runs(graph: Graph, layers: Layers, fp32: Annotation, bf16: Annotation) -> t
                 forward_flops=work.forward_flops,
                 backward_flops=work.backward_flops,
                 saved_bytes=BytesByDtype(fp32=work.saved_bytes, bf16=narrow.saved_bytes),
-                moved_bytes=BytesByDtype(fp32=_moved(work), bf16=_moved(narrow)),
+                moved_bytes=BytesByDtype(fp32=work.moved_bytes, bf16=narrow.moved_bytes),
             )
         )
     return tuple(lines)
-
-
-def _moved(work: OpWork) -> int:
-    return work.forward_bytes + work.backward_bytes
 
 
 def _axes(graph: Graph, axes: GraphAxes) -> tuple[AxisLine, ...]:
@@ -213,16 +202,6 @@ def _parameter_dims(graph: Graph, axes: GraphAxes) -> tuple[ParameterLine, ...]:
     return tuple(
         ParameterLine(name=names[0], shape=shape, dims=dims, count=len(names))
         for (_, shape, dims), names in groups.items()
-    )
-
-
-def _state(graph: Graph, precision: Precision) -> StateLine:
-    state: State = state_of(graph.parameters, precision)
-    return StateLine(
-        precision=str(precision),
-        parameter_bytes=state.parameter_bytes,
-        gradient_bytes=state.gradient_bytes,
-        optimizer_bytes=state.optimizer_bytes,
     )
 
 

@@ -15,7 +15,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from autopar.planner.cluster.toml_reading import did_you_mean
-from autopar.planner.errors import InputError
+from autopar.planner.errors import ExitCode, InputError
 
 # Typer exports only subclasses of UsageError, whose module depends on the version.
 _UsageError: Any = typer.BadParameter.__base__
@@ -30,10 +30,13 @@ class Command(TyperCommand):
 
 
 class CommandGroup(TyperGroup):
-    """A group that reports an unknown command in autopar's form."""
+    """A group that reports an unknown command in autopar's form; without a command, its help."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Return the arguments from the command's name on, as typer does."""
+        if not args and not ctx.resilient_parsing:  # which completion sets
+            typer.echo(ctx.get_help())
+            raise typer.Exit(ExitCode.USAGE)
         return read_arguments(super().parse_args, ctx, args)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
@@ -43,6 +46,16 @@ class CommandGroup(TyperGroup):
             fix = did_you_mean(args[0], self.commands)
             raise InputError(found, where=ctx.command_path, fix=fix)
         return super().resolve_command(ctx, args)
+
+
+def new_app() -> typer.Typer:
+    """Return an application without commands; one with a single command is that command."""
+    return typer.Typer(
+        cls=CommandGroup,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode="rich",
+    )
 
 
 def read_arguments(

@@ -20,7 +20,7 @@ from autopar.checkpoints import (
     verified_in,
     whole_checkpoint,
 )
-from autopar.commands import Command, CommandGroup
+from autopar.commands import Command, new_app
 from autopar.console import print_json, print_note, results, status_line
 from autopar.pages.other_pages import difference_page, list_page, verified_page
 from autopar.planner.errors import ExitCode, InputError
@@ -33,26 +33,17 @@ FOLDER = Annotated[
 ]
 JSON = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 
-ckpt = typer.Typer(
-    cls=CommandGroup,
-    invoke_without_command=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
-)
+ckpt = new_app()
 
 
 @ckpt.callback()
-def ckpt_options(context: typer.Context) -> None:
+def ckpt_options() -> None:
     """List checkpoints, verify them, export weights from one, compare two.
 
     No training is started, and nothing in a checkpoint is unpickled.
 
     Example: autopar ckpt ls checkpoints
     """
-    if context.invoked_subcommand is None:
-        typer.echo(context.get_help())
-        raise typer.Exit(ExitCode.USAGE)
 
 
 @ckpt.command("ls", cls=Command)

@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from autopar.commands import Command, CommandGroup
+from autopar.commands import Command, new_app
 from autopar.console import print_json, print_note, results
 from autopar.planner.cluster.detected import (
     BEGINNING,
@@ -40,17 +40,11 @@ from autopar.planner.cluster.tool_output import (
     slurm_nodes_in,
     wiring_in,
 )
-from autopar.planner.errors import ExitCode, InputError
+from autopar.planner.errors import InputError
 from autopar.planner.files import refuse_others, write_whole
 from autopar.runs.run_status import asked
 
-cluster = typer.Typer(
-    cls=CommandGroup,
-    invoke_without_command=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
-)
+cluster = new_app()
 _SLURM, _KUBERNETES, _HERE, _RANKS = "slurm", "kubernetes", "here", "ranks"
 _SOURCES = (_SLURM, _KUBERNETES, _HERE, _RANKS)
 _CARDS, _INTERFACES = Path("/sys/class/infiniband"), Path("/sys/class/net")
@@ -58,14 +52,11 @@ _SECONDS_TO_MEET = 120.0
 
 
 @cluster.callback()
-def cluster_options(context: typer.Context) -> None:
+def cluster_options() -> None:
     """Find the machines to plan for, and write them into a cluster file.
 
     Example: autopar cluster detect -o cluster.toml
     """
-    if context.invoked_subcommand is None:
-        typer.echo(context.get_help())
-        raise typer.Exit(ExitCode.USAGE)
 
 
 @cluster.command("detect", cls=Command)

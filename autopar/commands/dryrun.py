@@ -53,6 +53,9 @@ from autopar.planner.profile.profile import profile as measure_ops
 from autopar.planner.trace import trace
 from autopar.planning import traced_plan
 
+PRECISION = Annotated[
+    Precision, typer.Option("--precision", metavar="TYPE", help=f"{precision_words()}.")
+]
 _BEGINNINGS = {
     ".graphml": "<!-- The ops of a model, written by autopar. -->",
     ".dot": "// The ops of a model, written by autopar.",
@@ -105,10 +108,7 @@ def inspect(
         ),
     ] = None,
     device: DEVICE = None,
-    precision: Annotated[
-        Precision,
-        typer.Option("--precision", metavar="TYPE", help=f"{precision_words()}."),
-    ] = Precision.BF16,
+    precision: PRECISION = Precision.BF16,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:
     """Show what autopar understands of a model: parameters, layers, axes, costs.
@@ -284,9 +284,7 @@ def profile(
     tensor: Annotated[
         str, typer.Option("--tensor", metavar="N,…", help="Tensor degrees to measure ops for.")
     ] = "1",
-    precision: Annotated[
-        str, typer.Option("--precision", metavar="TYPE", help=f"{precision_words()}.")
-    ] = "bf16",
+    precision: PRECISION = Precision.BF16,
     net: Annotated[
         bool, typer.Option("--net", help="Also measure collectives between processes.")
     ] = False,
@@ -315,7 +313,7 @@ def profile(
     request = ProfileRequest(
         batches=tuple(dict.fromkeys(batch or _BATCHES)),
         degrees=_degrees(tensor),
-        precision=_precision(precision),
+        precision=precision,
         total_seconds=budget,
         op_seconds=_OP_SHARE * budget,
     )
@@ -361,11 +359,3 @@ def _degrees(text: str) -> tuple[int, ...]:
             expected=f"such as 1,2,4; at most {MOST_DEVICES}",
         )
     return degrees
-
-
-def _precision(text: str) -> Precision:
-    try:
-        return Precision(text)
-    except ValueError:
-        known = ", ".join(one.value for one in Precision)
-        raise InputError(f"{text!r} is no precision", where="--precision", expected=known) from None

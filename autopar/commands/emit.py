@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from importlib.metadata import packages_distributions, version
 from pathlib import Path
 from typing import Annotated
@@ -116,29 +115,29 @@ def emit_script(
     if target is not None:
         if check or standalone:
             raise InputError("--for does not go with --check or --standalone")
-        job = _job(target, found, plan_folder, tuple(settings or ()), tuple(arguments or ()))
+        files, notes = _job(target, found, plan_folder, settings or (), arguments or ())
         if shows:
-            _show(job.files, job.notes)
-        else:
-            folder = output if output is not None else plan_folder / job.target
-            whole = traced_plan(found, plan_folder, uses_cache=cache)
-            write_job(whole, job.files, folder, model=job.model, force=force)
-            _tell_written(job.files, job.notes, folder)
+            _show(files, notes)
+            return
+        folder = output or plan_folder / target
+        whole = traced_plan(found, plan_folder, uses_cache=cache)
+        write_job(whole, files, folder, _model(found, plan_folder), force=force)
+        _tell_written(files, notes, folder)
         return
     if standalone:
         if check:
             raise InputError("--check and --standalone do not go together")
-        folder = output if output is not None else plan_folder / "standalone"
+        folder = output or plan_folder / "standalone"
         whole = traced_plan(found, plan_folder, uses_cache=cache)
         path = write_standalone(whole, folder, plan_folder, force=force)
-        needed = ", ".join(_needed(model_path(model_spec(found, plan_folder))))
+        needed = ", ".join(_needed(_model(found, plan_folder)))
         results().print(
             f"Written: {path}\n"
             f"To train on another machine, copy {folder} there, and {needed} into it.",
             soft_wrap=True,
         )
         return
-    path = output if output is not None else plan_folder / FILE_NAME
+    path = output or plan_folder / FILE_NAME
     refuse_replacing(path, plan_folder / PLAN_NAME)
     if check:
         _check(path, script_of(found, path, folder=plan_folder, uses_cache=cache).text)
@@ -152,42 +151,32 @@ def emit_script(
     results().print(f"Written: {path}", soft_wrap=True)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreparedJob:
-    """The files of a job, and notes to read before it is submitted."""
-
-    target: str
-    model: Path
-    files: tuple[LaunchFile, ...]
-    notes: tuple[str, ...]
+def _model(plan: StoredPlan, plan_folder: Path) -> Path:
+    """Return the model file of a plan."""
+    return model_path(model_spec(plan, plan_folder))
 
 
 def _job(
     target: str, plan: StoredPlan, plan_folder: Path, given: Sequence[str], arguments: Sequence[str]
-) -> PreparedJob:
-    """Return the job of a plan for a scheduler."""
+) -> tuple[Sequence[LaunchFile], Sequence[str]]:
+    """Return the files of a job for a scheduler, and notes to read before it is submitted."""
     if target not in TARGETS:
         raise InputError(f"--for {target}", expected=", ".join((*TARGETS, *TOOLS)))
-    settings = read_settings(target, given)
+    settings = read_settings(target, tuple(given))
     name = job_name(plan, settings)
     folder = Path(VOLUME) / name if settings.volume else Path()
-    own = script_arguments({}, folder, Start(checkpoints=folder / CHECKPOINTS), arguments)
-    model = model_path(model_spec(plan, plan_folder))
+    start = Start(checkpoints=folder / CHECKPOINTS)
+    own = script_arguments({}, folder, start, tuple(arguments))
     job = job_of(
         plan,
         target,
         settings,
-        content=content_of(model),
+        content=content_of(_model(plan, plan_folder)),
         arguments=own,
         metrics=value_given("--metrics", own) or METRICS,
     )
     keeps = settings.volume or "://" in (value_given("--checkpoint", own) or "")
-    return PreparedJob(
-        target=target,
-        model=model,
-        files=launch_files(job),
-        notes=() if keeps or target not in WITHOUT_STORAGE else (_FORGOTTEN,),
-    )
+    return launch_files(job), () if keeps or target not in WITHOUT_STORAGE else (_FORGOTTEN,)
 
 
 _FORGOTTEN = (
@@ -280,7 +269,7 @@ def _packages(model: Path) -> Iterator[str]:
 
 
 def write_job(
-    plan: Plan, files: tuple[LaunchFile, ...], folder: Path, *, model: Path, force: bool
+    plan: Plan, files: Sequence[LaunchFile], folder: Path, model: Path, *, force: bool
 ) -> None:
     """Write a job's files, the standalone script and the model file into a folder."""
     home = import_name(model).folder

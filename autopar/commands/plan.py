@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from autopar import options as options
 from autopar.console import print_json, print_note, results, status_line
-from autopar.options import CACHE, MANY_FLOPS, TOLERANCE, MachineOptions
+from autopar.options import CACHE, MANY_FLOPS, TOLERANCE
 from autopar.planner.errors import AutoparError, ExitCode
 from autopar.planner.files import PLAN_FOLDER, refuse_named_as_file, refuse_replacing
 from autopar.runtime.launchers import usable_cores
@@ -25,12 +25,6 @@ STEPS = 3  # of a verification
 _QUICK_SECONDS = 10.0
 _START_SECONDS = 3.0  # for a process to import torch, if it has a core
 _FLOPS_PER_SECOND = 1e9  # of a core, in float64 with small tensors
-
-
-class NotVerifiedError(AutoparError):
-    """The verified script does not train like one process."""
-
-    exit_code = ExitCode.NEGATIVE
 
 
 @options.with_demands(after="pin")
@@ -72,7 +66,10 @@ def plan(
     request = options.request_of(
         model,
         arguments=arg or (),
-        machines=MachineOptions(gpus=gpus, device=device, nodes=nodes, cluster=cluster),
+        gpus=gpus,
+        device=device,
+        nodes=nodes,
+        cluster=cluster,
         pins=pin or (),
         demands=demands,
         constraints=constraints,
@@ -97,10 +94,11 @@ def plan(
     if not as_json:
         _tell_verified(made.plan, output, found)
     if found is not None and not found.is_within(TOLERANCE):
-        raise NotVerifiedError(
+        raise AutoparError(
             "the script trains otherwise than one process of plain PyTorch",
             where=str(script),
             fix=f"do not train with it; {verify_command(made.plan, output)} tells more",
+            exit_code=ExitCode.NEGATIVE,
         )
 
 

@@ -123,23 +123,6 @@ def _as_data(path: Path, record: RunRecord, step: dict[str, Any]) -> dict[str, A
     return {"folder": str(path), **asdict(record), "last_step": step}
 
 
-class DevicesError(AutoparError):
-    """This machine has too few devices for the plan."""
-
-    exit_code = ExitCode.MISMATCH
-
-
-class TrainingFailedError(AutoparError):
-    """A rank failed and no restart was left, or a rank refused to start.
-
-    It has the exit code of that rank.
-    """
-
-    def __init__(self, found: str, *, where: str, fix: str, exit_code: ExitCode) -> None:
-        super().__init__(found, where=where, fix=fix)
-        self.exit_code = exit_code
-
-
 def run(
     plan: PLAN,
     arguments: Annotated[
@@ -315,11 +298,12 @@ def _check_devices(ranks: int, nodes: Nodes) -> None:
 
     here, needed = torch.cuda.device_count(), ranks // nodes.count
     if torch.cuda.is_available() and here < needed:
-        raise DevicesError(
+        raise AutoparError(
             f"{needed} devices of this machine are needed, and {here} "
             f"{'is' if here == 1 else 'are'} there",
             fix=f"--gpus {here * nodes.count} plans again for those; --nnodes N spreads the ranks "
             "over N machines",
+            exit_code=ExitCode.MISMATCH,
         )
 
 
@@ -382,7 +366,7 @@ def _tell_end(end: End, folder: Path) -> None:
     if end.leftovers:
         print_note(f"torchrun was killed; {end.leftovers} of its processes were ended, too")
     if end.state is RunState.FAILED:
-        raise TrainingFailedError(
+        raise AutoparError(
             end.why or "the training failed",
             where=f"{folder / LOGS} has what each rank printed",
             fix=end.fix,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from contextlib import suppress
+from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated
@@ -146,17 +147,16 @@ def _noted_smaller_plan(plan: Plan, folder: Path, arguments: Sequence[str]) -> P
     """Return the plan of the model with these arguments; note what differs from the given plan."""
     with status_line("planning the smaller model"):
         smaller = smaller_plan(plan, folder, arguments)
-    arranged = smaller.plan.arrangement
     alike = "its modules are split as in the plan"
-    if smaller.unlike:
-        more = ", …" * (len(smaller.unlike) > _MOST_SHOWN)
-        shown = ", ".join(smaller.unlike[:_MOST_SHOWN]) + more
+    if unlike := sorted(splits_of(plan) - splits_of(smaller)):
+        more = ", …" * (len(unlike) > _MOST_SHOWN)
+        shown = ", ".join(unlike[:_MOST_SHOWN]) + more
         alike = f"only the given plan splits {shown}"
     print_note(
         f"what is verified is {plan.model.name} with {', '.join(arguments)}, under the plan's "
-        f"degrees: {arrangement_words(arranged)}; {alike}"
+        f"degrees: {arrangement_words(smaller.arrangement)}; {alike}"
     )
-    return smaller.plan
+    return smaller
 
 
 def _tell_edits(given: GivenScript) -> None:
@@ -221,15 +221,7 @@ def _tell_half(half: InHalf) -> None:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SmallerPlan:
-    """The plan of a smaller model, and the splits of the larger model that it lacks."""
-
-    plan: Plan
-    unlike: tuple[str, ...]
-
-
-def smaller_plan(plan: Plan, folder: Path, arguments: Sequence[str]) -> SmallerPlan:
+def smaller_plan(plan: Plan, folder: Path, arguments: Sequence[str]) -> Plan:
     """Return a plan for the model with other arguments, with the same degrees.
 
     Modules are split and recomputed as in the given plan, unless the smaller model cannot follow
@@ -246,17 +238,12 @@ def smaller_plan(plan: Plan, folder: Path, arguments: Sequence[str]) -> SmallerP
         texts = [f"{key}={value}" for key, value in chosen.items()]
         return make_plan(spec, texts, plan.cluster, constraints)
 
-    def planned_by_degrees() -> Plan:
-        try:
-            return planned(arrangement_constraints(plan))
-        except InfeasibleError as error:
-            raise _refusal(plan, arguments, error) from None
-
+    with suppress(InputError, InfeasibleError):  # a smaller model may lack a module or an axis
+        return planned(whole_constraints(plan, axes, layers))
     try:
-        found = planned(whole_constraints(plan, axes, layers))
-    except (InputError, InfeasibleError):  # a smaller model may lack a module or an axis
-        found = planned_by_degrees()
-    return SmallerPlan(plan=found, unlike=tuple(sorted(_splits(plan) - _splits(found))))
+        return planned(arrangement_constraints(plan))
+    except InfeasibleError as error:
+        raise _refusal(plan, arguments, error) from None
 
 
 def _refusal(plan: Plan, arguments: Sequence[str], error: InfeasibleError) -> InfeasibleError:
@@ -269,7 +256,7 @@ def _refusal(plan: Plan, arguments: Sequence[str], error: InfeasibleError) -> In
     )
 
 
-def _splits(plan: Plan) -> set[str]:
+def splits_of(plan: Plan) -> set[str]:
     """Return which ops are split along which axes; equal layers are listed once."""
     return {
         f"{one.op} of {line.name}{'.' * bool(one.module)}{one.module} along {one.axis}"

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime
 
-from rich import box
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -63,7 +62,7 @@ def ops_table(
     ops: Sequence[AnnotatedOp], device: Device, precision: Precision, *, batch: int
 ) -> Table:
     """Return a table of the model's ops; identical layers are shown once."""
-    table = _inspection_table(
+    table = plain_table(
         f"Ops on {device.name} in {precision}, unsplit, at batch {batch}",
         "op", "module", "×", "FLOPs", "moved", "saved", "forward", "backward",
     )  # fmt: skip
@@ -106,15 +105,8 @@ def _head(inspection: Inspection) -> Text:
     return Text.assemble((inspection.model, "bold"), "\n", "\n".join(lines), "\n")
 
 
-def _inspection_table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
-    for i, column in enumerate(columns):
-        table.add_column(column, justify="left" if i == 0 else "right", overflow="fold")
-    return table
-
-
 def _layers_table(inspection: Inspection) -> Table:
-    table = _inspection_table(
+    table = plain_table(
         f"Layers in order, at batch {inspection.batch}",
         "layer", "×", "ops", "parameters", "forward", "saved fp32", "saved bf16",
     )  # fmt: skip
@@ -133,16 +125,14 @@ def _layers_table(inspection: Inspection) -> Table:
 
 
 def _axes(inspection: Inspection) -> Table:
-    table = _inspection_table("Logical axes", "axis", "size", "tensors that have it")
+    table = plain_table("Logical axes", "axis", "size", "tensors that have it")
     for axis in inspection.axes:
         table.add_row(axis.name, axis.size, str(axis.tensors))
     return table
 
 
 def _parameters(inspection: Inspection) -> Table:
-    table = _inspection_table(
-        "What the dims of the parameters mean", "parameter", "×", "shape", "dims"
-    )
+    table = plain_table("What the dims of the parameters mean", "parameter", "×", "shape", "dims")
     for line in inspection.parameter_dims:
         shape = " × ".join(map(str, line.shape))
         dims = Text(", ".join(line.dims))  # brackets are literal, not markup
@@ -151,7 +141,7 @@ def _parameters(inspection: Inspection) -> Table:
 
 
 def _memory(inspection: Inspection) -> Table:
-    table = _inspection_table(
+    table = plain_table(
         f"Memory on one device, unsplit, with {inspection.optimizer}",
         "precision", "parameters", "gradients", "optimizer", "saved activations", "total",
     )  # fmt: skip
@@ -357,7 +347,12 @@ def _page_of_kind(
         yield Text(f"{kind}: all {len(tensors)} tensors are equal")
         return
     shown = differing if every else differing[:_MOST_SHOWN]
-    yield _table(f"{kind}: {len(differing)} of {len(tensors)} tensors differ", shown)
+    title = f"{kind}: {len(differing)} of {len(tensors)} tensors differ"
+    table = plain_table(title, "tensor", "elements that differ", "by at most", "largest in A")
+    for one in shown:
+        count = f"{one.unequal:,} of {one.elements:,}"
+        table.add_row(Text(one.name), count, f"{one.largest:.3g}", f"{one.largest_value:.3g}")
+    yield table
     if len(shown) < len(differing):
         yield Text(f"… and {len(differing) - len(shown)} smaller differences (--all)")
 
@@ -365,11 +360,3 @@ def _page_of_kind(
 def _order(one: TensorDifference) -> tuple[bool, float, str]:
     is_nan = one.largest != one.largest
     return not is_nan, 0.0 if is_nan else -one.largest, one.name
-
-
-def _table(title: str, tensors: Sequence[TensorDifference]) -> Table:
-    table = plain_table(title, "tensor", "elements that differ", "by at most", "largest in A")
-    for one in tensors:
-        count = f"{one.unequal:,} of {one.elements:,}"
-        table.add_row(Text(one.name), count, f"{one.largest:.3g}", f"{one.largest_value:.3g}")
-    return table

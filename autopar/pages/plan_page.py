@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Literal
 
 from rich import box
@@ -12,10 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from autopar.planner.cluster.toml_reading import bytes_text, seconds_text
-from autopar.planner.costs.prediction import Arrangement
 from autopar.planner.plan.declared.constraints import Objective, constraints_of
 from autopar.planner.plan.fleet import ChosenPoint, Curve, CurvePoint, time_text, usd_text
-from autopar.planner.plan.plan import StoredPlan
+from autopar.planner.plan.plan import RunnerUp, StoredPlan
 from autopar.planner.plan.telling.explanation import StepPart, part_seconds, proof_line
 from autopar.planner.plan.telling.words import (
     batch_words,
@@ -86,20 +85,6 @@ def figure_text(value: float, unit: str) -> str:
     if unit == "USD":
         return f"{value:.3g} USD"
     return rate_text(value) if unit == "1/s" else f"{value:.1%}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _PlanRow:
-    """A plan in the table of the best plans."""
-
-    arrangement: Arrangement
-    recompute: str
-    step_seconds: float
-    mfu: float
-    device_bytes: int
-    communication_seconds: float
-    idle_seconds: float
-    difference: str
 
 
 def plan_page(plan: StoredPlan) -> Iterator[RenderableType]:
@@ -180,7 +165,7 @@ def _table(plan: StoredPlan) -> Table:
     return table
 
 
-def _rows(plan: StoredPlan) -> Iterator[_PlanRow]:
+def _rows(plan: StoredPlan) -> Iterator[RunnerUp]:
     """Yield the chosen plan, then the others; the fastest plan is marked if it was not chosen."""
     prediction = plan.prediction
     fastest = (plan.fastest,) if plan.fastest is not None else ()
@@ -188,7 +173,7 @@ def _rows(plan: StoredPlan) -> Iterator[_PlanRow]:
     least = min((one.step_seconds for one in others), default=prediction.step_seconds)
     is_fastest = prediction.step_seconds <= least
     why, of = ("", "") if is_fastest or fastest else ("chosen: the least memory", " of these")
-    yield _PlanRow(
+    yield RunnerUp(
         arrangement=plan.arrangement,
         recompute=recompute_words(plan.stages),
         step_seconds=prediction.step_seconds,
@@ -200,19 +185,11 @@ def _rows(plan: StoredPlan) -> Iterator[_PlanRow]:
     )
     for other in others:
         is_marked = not is_fastest and other.step_seconds == least
-        yield _PlanRow(
-            arrangement=other.arrangement,
-            recompute=other.recompute,
-            step_seconds=other.step_seconds,
-            mfu=other.mfu,
-            device_bytes=other.device_bytes,
-            communication_seconds=other.communication_seconds,
-            idle_seconds=other.idle_seconds,
-            difference=f"the fastest{of}: {other.difference}" if is_marked else other.difference,
-        )
+        difference = f"the fastest{of}: {other.difference}"
+        yield replace(other, difference=difference) if is_marked else other
 
 
-def _plan_text(row: _PlanRow) -> Text:
+def _plan_text(row: RunnerUp) -> Text:
     """Return lines: degrees and schedule; batch and recomputation; the row's difference."""
     one = row.arrangement
     first = [degrees_words(one), sharding_words(one) if one.data > 1 else "", schedule_words(one)]

@@ -87,30 +87,21 @@ class RankVerdict(BaseModel):
         return ExitCode(self.code) if self.code in known else ExitCode.TRAINING_FAILED
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ranks:
-    """The ranks' log folders of the last attempt, as torchrun names them."""
-
-    folders: tuple[Path, ...]
-
-    @classmethod
-    def of(cls, logs: Path, *, since: float) -> Ranks:
-        """Return the ranks that were started since a time, on all machines."""
-        return cls(folders=tuple(_last_ranks(logs, since)))
-
-    def verdict(self) -> RankVerdict | None:
-        """Return the verdict of the first rank that exited with one, if any."""
-        said = [one for folder in self.folders if (one := _read(folder / VERDICT)) is not None]
-        return min(said, key=lambda one: one.time, default=None)
-
-    def raised(self) -> str:
-        """Return the error of the rank whose log ended first, in one line, or ""."""
-        logs = [folder / name for folder in self.folders for name in _LOGS]
-        ended = sorted((one for one in logs if one.is_file()), key=lambda one: one.stat().st_mtime)
-        return next((line for log in ended if (line := _raised_in(log))), "")
+def first_verdict(ranks: Sequence[Path]) -> RankVerdict | None:
+    """Return the verdict of the first rank that exited with one, if any."""
+    said = [one for folder in ranks if (one := _read(folder / VERDICT)) is not None]
+    return min(said, key=lambda one: one.time, default=None)
 
 
-def _last_ranks(logs: Path, since: float) -> Iterator[Path]:
+def first_error(ranks: Sequence[Path]) -> str:
+    """Return the error of the rank whose log ended first, in one line, or ""."""
+    logs = [folder / name for folder in ranks for name in _LOGS]
+    ended = sorted((one for one in logs if one.is_file()), key=lambda one: one.stat().st_mtime)
+    return next((line for log in ended if (line := _raised_in(log))), "")
+
+
+def last_ranks(logs: Path, *, since: float) -> Iterator[Path]:
+    """Yield the log folders of the ranks that were started last, since a time."""
     for run in logs.iterdir() if logs.is_dir() else ():
         attempts = [
             (int(found[1]), one) for one in run.glob("*") if (found := _ATTEMPT.fullmatch(one.name))
@@ -180,7 +171,7 @@ def run_training(command: Sequence[str], folder: Path, metrics: Path, nodes: Nod
         log.chmod(0o600)
     lines = lines_of(metrics, start=seen)
     has_metrics = nodes.rank == 0 or metrics.is_file()  # the first rank may be on another machine
-    state = ended_as(ended, lines) if has_metrics else _as_returned(ended)
+    state = ended_as(ended, lines if has_metrics else None)
     step = last_step(lines)
     end = End(
         state=state,
@@ -191,21 +182,17 @@ def run_training(command: Sequence[str], folder: Path, metrics: Path, nodes: Nod
     return _with_reason(end, ended, lines, folder, since) if state is RunState.FAILED else end
 
 
-def ended_as(ended: ProcessEnd, lines: Sequence[dict[str, Any]]) -> RunState:
+def ended_as(ended: ProcessEnd, lines: Sequence[dict[str, Any]] | None) -> RunState:
     """Return the final state of a run, from torchrun's end and the metrics since the start.
 
-    The exit code of torchrun alone shows neither a finished nor a preempted training.
+    The exit code of torchrun alone shows neither a finished nor a preempted training; but without
+    metrics (None), which another machine may have, nothing else is known.
     """
     if ended.code == 0:
-        return RunState.FINISHED if has_finished(lines) else RunState.FAILED
-    if last_event(lines) == Event.PREEMPTED:
+        is_finished = lines is None or has_finished(lines)
+        return RunState.FINISHED if is_finished else RunState.FAILED
+    if lines is not None and last_event(lines) == Event.PREEMPTED:
         return RunState.PREEMPTED
-    return RunState.INTERRUPTED if ended.is_signalled else RunState.FAILED
-
-
-def _as_returned(ended: ProcessEnd) -> RunState:
-    if ended.code == 0:
-        return RunState.FINISHED
     return RunState.INTERRUPTED if ended.is_signalled else RunState.FAILED
 
 
@@ -213,14 +200,14 @@ def _with_reason(
     end: End, ended: ProcessEnd, lines: Sequence[dict[str, Any]], folder: Path, since: float
 ) -> End:
     """Return the end of a failed run, with the message of its ranks."""
-    ranks = Ranks.of(folder / LOGS, since=since)
-    verdict = ranks.verdict()
+    ranks = tuple(last_ranks(folder / LOGS, since=since))
+    verdict = first_verdict(ranks)
     if verdict is not None and verdict.exit_code is not ExitCode.TRAINING_FAILED:
         return replace(end, code=verdict.exit_code, why=verdict.found, fix=verdict.fix)
     if ended.code == 0:
         return replace(end, why=_UNFINISHED, fix=_UNFINISHED_FIX)
     stopped = lines[-1].get("why") if last_event(lines) == Event.STOPPED else None
-    why = stopped or (verdict.found if verdict is not None else ranks.raised())
+    why = stopped or (verdict.found if verdict is not None else first_error(ranks))
     found = f"the training failed {end.last}" + (f": {why}" if why else "")
     return replace(end, why=found, fix=verdict.fix if verdict is not None else "")
 

@@ -51,12 +51,6 @@ _PACKAGES = ("autopar", "torch", "numpy", "safetensors", "transformers", "triton
 _VARIABLES = ("CUDA_", "NCCL_", "GLOO_", "TORCH", "PYTORCH_", "OMP_", "SLURM_JOB", "MKL_")
 
 
-class RunningError(AutoparError):
-    """Another process is still training in this run's folder."""
-
-    exit_code = ExitCode.MISMATCH
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Nodes:
     """The machines of a run, and the index of this one."""
@@ -125,9 +119,10 @@ def start_of(plan: StoredPlan, runs: Path, folder: Path, resume: str | None, nod
 def _refuse_running(folder: Path, otherwise: str) -> None:
     record = read_record(folder)
     if record is not None and record.state is RunState.RUNNING:
-        raise RunningError(
+        raise AutoparError(
             f"the run {folder.name} is still running (process {record.process} on {record.host})",
             fix=f"wait until it ends, or {otherwise}",
+            exit_code=ExitCode.MISMATCH,
         )
 
 
@@ -168,9 +163,10 @@ def own_folder(folder: Path, nodes: Nodes) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         own = claim(folder, note=print_note) if nodes.rank == 0 else None
     except TakenError as error:
-        raise RunningError(
+        raise AutoparError(
             f"the run {folder.name} is still running ({error.holder})",
             fix="wait until it ends, or give another --name",
+            exit_code=ExitCode.MISMATCH,
         ) from None
     except OSError as error:
         raise InputError(

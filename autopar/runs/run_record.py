@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -176,12 +175,6 @@ _LONGEST_SECONDS = 1800  # limit for another machine to plan
 _POLL_SECONDS = 1.0
 
 
-class OtherPlanError(AutoparError):
-    """The script beside a plan was written from another plan."""
-
-    exit_code = ExitCode.MISMATCH
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanToTrain:
     """A plan to train with, its path, and the path of its script."""
@@ -205,10 +198,11 @@ class PlanToTrain:
     def refuse_another_plan(self) -> None:
         """Raise if the script was written from another plan."""
         if is_of_another_plan(self.source, self.plan):
-            raise OtherPlanError(
+            raise AutoparError(
                 "the script was not written from this plan, or the plan was changed since",
                 where=f"{self.script} and {self.file}",
                 fix=f"write it anew: autopar emit {self.file}; or bring the plan back",
+                exit_code=ExitCode.MISMATCH,
             )
 
     def write(self) -> None:
@@ -289,7 +283,7 @@ def planned_again(
     The plan and its script are to be written into `folder`.
     """
     # imported here, because it takes seconds
-    from autopar.planning import Request, make_plans, scripted
+    from autopar.planning import Request, scripted
 
     plan, beside = current.plan, current.file.parent
     if not is_unchanged(current.source):
@@ -310,9 +304,9 @@ def planned_again(
         arguments=tuple(f"{name}={value}" for name, value in plan.model.arguments),
         clusters=(machines_like(plan, devices, machines),),
         constraints=resized.constraints,
+        looks_at_fewer=False,
     )
-    these_alone = partial(make_plans, looks_at_fewer=False)
-    made, text = scripted(request, folder / SCRIPT_NAME, plans=these_alone)
+    made, text = scripted(request, folder / SCRIPT_NAME)
     # --resume auto finds the runs of a model by the spec of its first plan.
     found = replace(made.plan, model=replace(made.plan.model, spec=plan.model.spec))
     return PlanToTrain(plan=found, file=folder / FILE_NAME, script=folder / SCRIPT_NAME, text=text)

@@ -41,7 +41,7 @@ def unpriced(graph: Graph, axes: GraphAxes) -> Iterator[Unpriced]:
     if not kinds:
         return
     done = annotate(graph, axes, batch=graph.fixed_batch or 1, precision=Precision.FP32)
-    moved = {name: work.forward_bytes + work.backward_bytes for name, work in done.ops.items()}
+    moved = {name: work.moved_bytes for name, work in done.items()}
     total = max(1, sum(moved.values()))
     for target, ops in kinds.items():
         share = sum(moved[op.name] for op in ops) / total

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from autopar import planning
 from autopar.planner.costs.prediction import Recompute
 from autopar.planner.errors import LostLayersError
 from autopar.planner.plan.declared.constraints import Declared, constraints_of
 from autopar.planner.plan.declared.file import parse_constraints
 from autopar.planner.plan.planned import Planned
-from autopar.planning import Request, make_plans, scripted
+from autopar.planning import Request, scripted
 from tests.field.cells import KINDS, SUBJECTS
 from tests.field.trial import cluster_of
 from tests.field.trial import constraints_of as demanded
@@ -31,28 +32,36 @@ def request(*, rules: Sequence[Declared] = ()) -> Request:
     )
 
 
-def planned_as_if_memory_pressed(request: Request, **_: object) -> Planned:
-    """Return the plan with everything recomputed but what the constraints name."""
-    pressed = constraints_of((*EVERYWHERE, *request.constraints.declared))
-    return make_plans(replace(request, constraints=pressed))
+@pytest.fixture
+def pressed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have everything recomputed but what the constraints name, as if memory were short."""
+    plain = planning.make_plans
+
+    def planned(request: Request, **_: object) -> Planned:
+        rules = constraints_of((*EVERYWHERE, *request.constraints.declared))
+        return plain(replace(request, constraints=rules))
+
+    monkeypatch.setattr(planning, "make_plans", planned)
 
 
+@pytest.mark.usefixtures("pressed")
 def test_layers_whose_code_stands_elsewhere_are_planned_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found, script = scripted(request(), tmp_path / "train.py", plans=planned_as_if_memory_pressed)
+    found, script = scripted(request(), tmp_path / "train.py")
     assert set(found.plan.layer_modes) == {Recompute.NONE, Recompute.FULL}
     assert '"biased"' not in script.partition("RECOMPUTED = (")[2].partition(")")[0]
     assert "planned again without recomputing biased" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("pressed")
 def test_layers_that_were_lost_before_are_known_without_printing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AUTOPAR_CACHE", str(tmp_path / "cache"))
-    first = scripted(request(), tmp_path / "train.py", plans=planned_as_if_memory_pressed)
+    first = scripted(request(), tmp_path / "train.py")
     monkeypatch.setattr("autopar.codegen.emit.emit_with_notes", None)
-    again = scripted(request(), tmp_path / "train.py", plans=planned_as_if_memory_pressed)
+    again = scripted(request(), tmp_path / "train.py")
     assert again[1] == first[1]
 
 

@@ -237,11 +237,11 @@ def plan_first(folder: str) -> None:
 def test_a_plan_from_the_cache_needs_no_torch_until_its_script_is_written() -> None:
     plan_first("out")
     code = (
-        "import sys; from autopar.options import MachineOptions, request_of; "
+        "import sys; from autopar.options import request_of; "
         "from autopar.planning import make_plans; "
-        "machines = MachineOptions(gpus='4', device='b200'); "
-        "request = request_of('model.py', arguments=(), machines=machines, pins=['tp=2'], "
-        "demands={}, constraints=None, time_limit_seconds=None, profile=None); "
+        "request = request_of('model.py', arguments=(), gpus='4', device='b200', nodes=None, "
+        "cluster=None, pins=['tp=2'], demands={}, constraints=None, time_limit_seconds=None, "
+        "profile=None); "
         "print(make_plans(request).plan.arrangement.tensor, 'torch' in sys.modules); "
         "sys.argv = ['autopar', *sys.argv[1:]]; from autopar.cli import app; "
         "app(standalone_mode=False); print('torch' in sys.modules)"

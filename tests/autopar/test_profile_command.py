@@ -86,7 +86,7 @@ def test_a_file_that_holds_something_else_is_not_written_over(
     [
         (("--tensor", "two"), "lists no tensor degrees"),
         (("--tensor", "0"), "lists no tensor degrees"),
-        (("--precision", "fp7"), "is no precision"),
+        (("--precision", "fp7"), "is not one of"),
         (("--budget", "0"), "is no time"),
         (("--budget", "nan"), "is no time"),
     ],

@@ -19,7 +19,7 @@ import pytest
 
 from autopar.codegen.emit import write_script
 from autopar.commands.run import _tell_start
-from autopar.planner.errors import InputError
+from autopar.planner.errors import AutoparError, InputError
 from autopar.planner.plan.files.document import write_plan
 from autopar.planner.plan.plan import Plan
 from autopar.runs.launching import (
@@ -31,7 +31,6 @@ from autopar.runs.launching import (
 )
 from autopar.runs.run_folder import (
     Nodes,
-    RunningError,
     Start,
     copy_checkpoint,
     run_name,
@@ -156,7 +155,7 @@ def test_auto_takes_the_newest_run_of_the_same_model_that_has_kept_something(
     write_record(tmp_path / "empty", record_of(planned, tmp_path / "empty", started_at=5.0))
     assert start_of(planned, tmp_path, tmp_path / "new", "auto", ONE).goes_on_from == tmp_path / "b"
     run_that_trains(planned, tmp_path / "b", started_at=3.0)
-    with pytest.raises(RunningError):
+    with pytest.raises(AutoparError, match="is still running"):
         start_of(planned, tmp_path, tmp_path / "new", "auto", ONE)
 
 

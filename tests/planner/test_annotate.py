@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from autopar.planner.annotate import annotate, state_of
+from autopar.planner.annotate import annotate, state_of, total_work
 from autopar.planner.axes.infer import infer_axes
 from autopar.planner.precision import Precision
 from tests.planner.subjects import ZOO_MODELS, meta_subject, zoo_file, zoo_graph
@@ -19,7 +19,7 @@ def test_forward_flops_equal_the_flop_counter(case: tuple[str, ...]) -> None:
     subject = meta_subject(*case, batch_size=5)
     with FlopCounterMode(display=False) as counter:
         subject.step.run(subject.batch)
-    assert annotation.total(graph.ops).forward_flops == counter.get_total_flops()
+    assert total_work(graph.ops, annotation).forward_flops == counter.get_total_flops()
 
 
 @pytest.mark.parametrize("name", ["resnet.py", "mnist.py", "intent.py"])
@@ -30,7 +30,7 @@ def test_backward_flops_equal_the_flop_counter_where_there_is_no_attention(name:
     loss = subject.step.run(subject.batch)
     with FlopCounterMode(display=False) as counter:
         loss.backward()  # type: ignore[no-untyped-call]
-    assert annotation.total(graph.ops).backward_flops == counter.get_total_flops()
+    assert total_work(graph.ops, annotation).backward_flops == counter.get_total_flops()
 
 
 @pytest.mark.parametrize("name", ZOO_MODELS)
@@ -77,7 +77,7 @@ def kept_by_autograd(name: str, *arguments: str, batch: int) -> int:
 def test_saved_bytes_are_what_autograd_keeps(case: tuple[str, ...]) -> None:
     graph = zoo_graph(*case)
     annotation = annotate(graph, infer_axes(graph), batch=4, precision=Precision.FP32)
-    predicted = annotation.total(graph.ops).saved_bytes
+    predicted = total_work(graph.ops, annotation).saved_bytes
     assert predicted == pytest.approx(kept_by_autograd(*case, batch=4), rel=0.02)
 
 
@@ -85,7 +85,7 @@ def test_bf16_halves_what_is_kept_but_not_what_is_pinned_to_float32() -> None:
     graph = zoo_graph("gpt2.py")
     axes = infer_axes(graph)
     totals = [
-        annotate(graph, axes, batch=4, precision=precision).total(graph.ops)
+        total_work(graph.ops, annotate(graph, axes, batch=4, precision=precision))
         for precision in (Precision.FP32, Precision.BF16)
     ]
     assert totals[0].saved_bytes / 2 < totals[1].saved_bytes < 0.6 * totals[0].saved_bytes

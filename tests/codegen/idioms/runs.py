@@ -19,7 +19,7 @@ from autopar.codegen.proof.script_rank import imported
 from autopar.planner.costs.prediction import Zero
 from autopar.planner.errors import AutoparError
 from autopar.planner.plan.telling.words import meaning_notes
-from autopar.planning import Request, make_plans, scripted
+from autopar.planning import Request, scripted
 from tests.codegen.idioms.base import BASE
 from tests.codegen.idioms.loop import CLIP, GLOBAL_BATCH, STEPS, Trained, train
 from tests.codegen.idioms.outcomes import Idiom
@@ -76,10 +76,11 @@ def by_script(one: Idiom, path: Path, way: str, folder: Path) -> ByScript | Refu
         arguments=(),
         clusters=(cluster_of(kind),),
         constraints=constraints_of(subject, kind),
+        looks_at_fewer=False,
     )
     try:
         with redirect_stderr(StringIO()) as said:
-            made, text = scripted(request, folder / "train.py", plans=_one_plan)
+            made, text = scripted(request, folder / "train.py")
     except AutoparError as refusal:
         return Refusal(message=f"{refusal.found} {refusal.expected} {refusal.fix}")
     script = folder / "train.py"
@@ -94,10 +95,6 @@ def by_script(one: Idiom, path: Path, way: str, folder: Path) -> ByScript | Refu
     if told.code:
         return Refusal(message=notes)
     return ByScript(trained=_trained(folder, told.losses), notes=notes)
-
-
-def _one_plan(request: Request, **options: Any) -> Any:
-    return make_plans(request, looks_at_fewer=False, **options)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from autopar.planner.annotate import OpWork, annotate
+from autopar.planner.annotate import OpWork, annotate, total_work
 from autopar.planner.axes.infer import infer_axes
 from autopar.planner.findings.numbers import unpriced
 from autopar.planner.graph.graph import Graph
@@ -29,7 +29,7 @@ ROWS = 3
 
 def work_of(graph: Graph) -> OpWork:
     done = annotate(graph, infer_axes(graph), batch=ROWS, precision=Precision.FP32)
-    return done.total(graph.ops)
+    return total_work(graph.ops, done)
 
 
 def counted(subject: Subject) -> tuple[int, int]:

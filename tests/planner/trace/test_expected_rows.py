@@ -51,20 +51,20 @@ def test_each_expert_is_priced_with_its_share(tmp_path: Path, way: str) -> None:
     done = annotate(graph, infer_axes(graph), batch=ROWS, precision=Precision.FP32)
     gate, *experts = ops_of(graph, "linear")
     # the gate 2·12·4·6; experts 2·(2·12)·4·8 in all: two choices of each of 12 rows, among six
-    assert done.ops[gate.name].forward_flops == 576
-    assert [done.ops[op.name].forward_flops for op in experts] == [1536 // 6] * 6
-    assert [done.ops[op.name].backward_flops for op in experts] == [1536 // 6] * 6
+    assert done[gate.name].forward_flops == 576
+    assert [done[op.name].forward_flops for op in experts] == [1536 // 6] * 6
+    assert [done[op.name].backward_flops for op in experts] == [1536 // 6] * 6
 
 
 def test_masks_that_do_not_part_the_rows_may_pick_all(tmp_path: Path) -> None:
     graph = graph_of(tmp_path, "made = made + expert(x[weights[:, 0] > number]).sum(0)")
     done = annotate(graph, infer_axes(graph), batch=ROWS, precision=Precision.FP32)
     _, *experts = ops_of(graph, "linear")
-    assert [done.ops[op.name].forward_flops for op in experts] == [2 * ROWS * 4 * 8] * 6
+    assert [done[op.name].forward_flops for op in experts] == [2 * ROWS * 4 * 8] * 6
 
 
 def test_a_mask_of_one_number_alone_may_pick_all(tmp_path: Path) -> None:
     graph = graph_of(tmp_path, "made = made + expert(x[chosen[:, 0] == 0]).sum(0) * weights.sum()")
     done = annotate(graph, infer_axes(graph), batch=ROWS, precision=Precision.FP32)
     _, *experts = ops_of(graph, "linear")
-    assert [done.ops[op.name].forward_flops for op in experts] == [2 * ROWS * 4 * 8] * 6
+    assert [done[op.name].forward_flops for op in experts] == [2 * ROWS * 4 * 8] * 6

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from autopar.planner.annotate import annotate, state_of
+from autopar.planner.annotate import annotate, state_of, total_work
 from autopar.planner.axes.infer import infer_axes
 from autopar.planner.cluster.cluster import Collective
 from autopar.planner.costs.collectives.choice import collective_seconds
@@ -61,7 +61,7 @@ def test_all_layers_together_keep_what_the_annotation_says(case: tuple[str, ...]
     prices = pricer(*case)
     kept = sum(alone(prices, layer)[Recompute.NONE].saved_bytes for layer in layers.layers)
     annotation = annotate(graph, axes, batch=4, precision=Precision.BF16)
-    assert kept == annotation.total(graph.ops).saved_bytes
+    assert kept == total_work(graph.ops, annotation).saved_bytes
 
 
 @pytest.mark.parametrize("name", ZOO_MODELS)
