@@ -202,7 +202,7 @@ def _uses_row_count(op: Op, graph: Graph, of_parts: Mapping[str, Follows]) -> bo
     Ops on a mean or sum over rows do not count here: `loss_of_parts` judges them.
     """
     del graph
-    start = dict(op.arguments).get("start") if kind_of(op) is OpKind.RANGE else None
+    start = op.given("start") if kind_of(op) is OpKind.RANGE else None
     if isinstance(start, Extent) and not start.is_constant:
         return True
     known = (Follows.MEAN, Follows.SUM)
@@ -238,7 +238,7 @@ def _writes_result(op: Op, graph: Graph, of_parts: Mapping[str, Follows]) -> boo
 def _divides_by_frequency(op: Op, graph: Graph) -> bool:
     """Whether an embedding divides an entry's gradient by how often it occurs in all rows."""
     del graph
-    return bool(dict(op.arguments).get("scale_grad_by_freq"))
+    return bool(op.given("scale_grad_by_freq"))
 
 
 def _normalises_alone(op: Op, graph: Graph) -> bool:

@@ -358,6 +358,23 @@ class Op:
             fix="plan again with `autopar plan`",
         )
 
+    def given(self, *names: str) -> Value:
+        """Return the first of these arguments that the op has, or None."""
+        return next((value for key, value in self.arguments if key in names), None)
+
+    def number(self, name: str, default: int = 0) -> int:
+        """Return an integer argument, or the default if the op has none."""
+        value = self.given(name)
+        return value if isinstance(value, int) else default
+
+    def tensors(self, *names: str) -> tuple[str, ...]:
+        """Return the tensors in the first of these arguments that the op has."""
+        return tuple(refs(self.given(*names)))
+
+    def tensor(self, *names: str) -> str:
+        """Return the first tensor in the first of these arguments that the op has, or ""."""
+        return next(iter(self.tensors(*names)), "")
+
 
 def refs(value: Value) -> Iterator[str]:
     """Yield the names of the tensors in an argument, in order."""

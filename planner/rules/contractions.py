@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from autopar.planner.graph.ops import ONE, Extent, constant, numel, refs
+from autopar.planner.graph.ops import ONE, Extent, numel, refs
 from autopar.planner.rules.shapes import ShapeFunction, aligned, by_batch, of_first, opaque
 from autopar.planner.rules.signature import (
     UNIT,
@@ -14,6 +12,7 @@ from autopar.planner.rules.signature import (
     Letters,
     Pattern,
     Signature,
+    Tiles,
     concat,
     names_of,
     product,
@@ -25,7 +24,7 @@ def attention(case: Case) -> Signature:
 
     With fewer key heads than query heads, h is (k·g): each of k key heads serves g query heads.
     """
-    query, key, value = (case.tensor(name) or "" for name in ("query", "key", "value"))
+    query, key, value = (case.op.tensor(name) for name in ("query", "key", "value"))
     letters = Letters()
     q_shape, k_shape, v_shape = case.shape(query), case.shape(key), case.shape(value)
     lead, (q, e) = list(letters.of(q_shape[:-2])), letters.of(q_shape[-2:])
@@ -46,8 +45,8 @@ def attention(case: Case) -> Signature:
     else:
         named |= {f"…{i}": dim for i, dim in enumerate(lead)}
     operands = [(query, (*lead, q, e)), (key, (*key_lead, t, e)), (value, (*key_lead, t, f))]
-    mask = case.tensor("attn_mask")
-    if mask is not None:
+    mask = case.op.tensor("attn_mask")
+    if mask:
         operands.append((mask, aligned((*lead, q, t), case.shape(mask))))
     return Signature(
         operands=tuple(operands),
@@ -59,7 +58,7 @@ def attention(case: Case) -> Signature:
 
 def matmul(case: Case) -> Signature:
     """A product of matrices, either of which may be a vector."""
-    ranks = tuple(len(case.shape(case.tensor(name) or "")) for name in ("self", "other"))
+    ranks = tuple(len(case.shape(case.op.tensor(name))) for name in ("self", "other"))
     return _PRODUCTS[ranks[0] == 1, ranks[1] == 1].signature(case)
 
 
@@ -76,7 +75,7 @@ _CLASSES = Pattern.parse("self n v …, target n …, weight? v ->")
 
 def cross_entropy(case: Case) -> Signature:
     """Each row has one class; with class probabilities as targets, the signature is opaque."""
-    target = case.tensors[case.tensor("target") or ""]
+    target = case.tensors[case.op.tensor("target")]
     return _CLASSES.signature(case) if target.is_whole_numbered else opaque(case)
 
 
@@ -85,7 +84,7 @@ _ENTRIES = Pattern.parse("weight v d, indices … -> … d")
 
 def embedding(case: Case) -> Signature:
     """Rows of a table; opaque with scale_grad_by_freq, whose gradient depends on all indices."""
-    is_counted = case.argument("scale_grad_by_freq")
+    is_counted = case.op.given("scale_grad_by_freq")
     return opaque(case) if is_counted else _ENTRIES.signature(case)
 
 
@@ -99,10 +98,10 @@ def bags(case: Case) -> Signature:
     a sum, or a mean, for which each rank divides by the number of all entries of the bag. The
     indices are not split, because the offsets of bags count along them.
     """
-    if case.argument("scale_grad_by_freq"):
+    if case.op.given("scale_grad_by_freq"):
         return opaque(case)
     letters, batch = Letters(), dict[Extent, Dim]()
-    weight = case.tensor("weight") or ""
+    weight = case.op.tensor("weight")
     entries, columns = letters.of(case.shape(weight))
     dims = {
         name: by_batch(case.shape(name), letters, batch)
@@ -110,7 +109,7 @@ def bags(case: Case) -> Signature:
     }
     known = {weight: (entries, columns), case.result: (*dims[case.result][:1], columns)}
     named = {"v": entries, "d": columns}
-    splits = (columns,) if case.argument("mode") == _MAX else (entries, columns)
+    splits = (columns,) if case.op.given("mode") == _MAX else (entries, columns)
     every = names_of(*(dim for own in (dims | known).values() for dim in own))
     return Signature(
         operands=tuple((name, (dims | known)[name]) for name in case.op.inputs),
@@ -124,12 +123,12 @@ def added_product(first: str, second: str) -> ShapeFunction:
     """Self + first (b) m k · second (b) k n -> (b) m n; self may be broadcast along each dim."""
 
     def signature(case: Case) -> Signature:
-        left, right = case.tensor(first) or "", case.tensor(second) or ""
+        left, right = case.op.tensor(first), case.op.tensor(second)
         letters = Letters()
         *lead, m, k = letters.of(case.shape(left))
         n = letters.new(case.shape(right)[-1])
         out = (*lead, m, n)
-        added = case.tensor("self") or ""
+        added = case.op.tensor("self")
         named = {"m": m, "k": k, "n": n} | dict(zip("b", lead, strict=False))
         return Signature(
             operands=(
@@ -146,8 +145,8 @@ def added_product(first: str, second: str) -> ShapeFunction:
 
 def einsum(case: Case) -> Signature:
     """The equation itself is the signature."""
-    names = list(refs(case.argument("tensors")))
-    terms, result = _terms(str(case.argument("equation")), [len(case.shape(n)) for n in names])
+    names = list(refs(case.op.given("tensors")))
+    terms, result = _terms(str(case.op.given("equation")), [len(case.shape(n)) for n in names])
     if len(terms) != len(names):
         return opaque(case)
     letters, known = Letters(), dict[str, Dim]()
@@ -193,10 +192,10 @@ def split(case: Case) -> Signature:
     letters = Letters()
     shapes = [case.shape(name) for name in case.op.outputs]
     shape = case.shape(case.first)
-    dim = case.number("dim") % len(shape)
+    dim = case.op.number("dim") % len(shape)
     dims = list(letters.of(shape))
     parts = [letters.new(s[dim]) for s in shapes]
-    rest = _size_sum(s[dim] for s in shapes)
+    rest = sum((s[dim] for s in shapes), Extent(()))
     if rest != shape[dim]:  # unused parts were dropped
         return opaque(case)
     dims[dim] = concat(parts)
@@ -211,9 +210,9 @@ def cat(case: Case) -> Signature:
     """The result's dim is the concatenation of the inputs'; all inputs share the other dims."""
     letters = Letters()
     rank = len(case.shape(case.result))
-    dim = case.number("dim") % rank
+    dim = case.op.number("dim") % rank
     out = list(letters.of(case.shape(case.result)))
-    names = [name for name in refs(case.argument("tensors")) if len(case.shape(name)) == rank]
+    names = [name for name in refs(case.op.given("tensors")) if len(case.shape(name)) == rank]
     pieces = [letters.new(case.shape(name)[dim]) for name in names]
     operands = tuple(
         (name, (*out[:dim], piece, *out[dim + 1 :]))
@@ -232,16 +231,16 @@ def stack(case: Case) -> Signature:
     """The inputs lie along a new dim."""
     letters = Letters()
     out = letters.of(case.shape(case.result))
-    dim = case.number("dim") % len(out)
+    dim = case.op.number("dim") % len(out)
     rest = (*out[:dim], *out[dim + 1 :])
-    operands = tuple((name, rest) for name in refs(case.argument("tensors")))
+    operands = tuple((name, rest) for name in refs(case.op.given("tensors")))
     return Signature(operands=operands, results=((case.result, out),), whole=names_of(out[dim]))
 
 
 def sliced(case: Case) -> Signature:
     """A slice of one dim: a part of a concatenation, if other slices take the rest of the dim."""
     shape, out_shape = case.shape(case.first), case.shape(case.result)
-    dim = case.number("dim") % len(shape)
+    dim = case.op.number("dim") % len(shape)
     letters = Letters()
     dims = list(letters.of(shape))
     if shape[dim] == out_shape[dim]:
@@ -249,10 +248,8 @@ def sliced(case: Case) -> Signature:
             operands=of_first(case, tuple(dims)), results=((case.result, tuple(dims)),)
         )
     if case.tiles is not None:
-        sizes, position = case.tiles
-        parts = [letters.new(size) for size in sizes]
-        dims[dim] = concat(parts)
-        part, whole = parts[position], frozenset[str]()
+        dims[dim], part = _tiled(case.tiles, letters)
+        whole = frozenset[str]()
     else:
         part, whole = letters.new(out_shape[dim]), names_of(dims[dim])
         whole |= names_of(part)
@@ -262,10 +259,17 @@ def sliced(case: Case) -> Signature:
     )
 
 
+def _tiled(tiles: Tiles, letters: Letters) -> tuple[Dim, Dim]:
+    """Return a dim as a concatenation of tiles, and the tile that an op takes."""
+    sizes, position = tiles
+    parts = [letters.new(size) for size in sizes]
+    return concat(parts), parts[position]
+
+
 def selected(case: Case) -> Signature:
     """One position of a dim; the dim disappears and may not be split."""
     dims = Letters().of(case.shape(case.first))
-    dim = case.number("dim") % len(dims)
+    dim = case.op.number("dim") % len(dims)
     out = (*dims[:dim], *dims[dim + 1 :])
     results = tuple((name, out) for name in case.op.outputs)
     return Signature(operands=of_first(case, dims), results=results, whole=names_of(dims[dim]))
@@ -276,7 +280,7 @@ def padded(case: Case) -> Signature:
     letters = Letters()
     shape, out_shape = case.shape(case.first), case.shape(case.result)
     dims, out, whole = letters.of(shape), [], frozenset[str]()
-    ends = case.argument("pad")
+    ends = case.op.given("pad")
     assert isinstance(ends, tuple)  # the last dim first
     for i, (dim, size, total) in enumerate(zip(dims, shape, out_shape, strict=True)):
         place = 2 * (len(shape) - 1 - i)
@@ -299,7 +303,7 @@ def indexed(case: Case) -> Signature:
     shape = case.shape(case.first)
     if case.tiles is not None:
         return _indexed_tile(case)
-    indices = case.argument("indices")
+    indices = case.op.given("indices")
     assert isinstance(indices, tuple)
     given = [(i, next(refs(index))) for i, index in enumerate(indices) if index is not None]
     if any(case.tensors[name].dtype == "bool" for _, name in given):
@@ -323,15 +327,13 @@ def indexed(case: Case) -> Signature:
 def _indexed_tile(case: Case) -> Signature:
     """An index with one constant position takes a tile of size one."""
     assert case.tiles is not None
-    indices = case.argument("indices")
+    indices = case.op.given("indices")
     assert isinstance(indices, tuple)
     dim = next(i for i, index in enumerate(indices) if index is not None)
     letters = Letters()
     dims = list(letters.of(case.shape(case.first)))
-    sizes, position = case.tiles
-    parts = [letters.new(size) for size in sizes]
-    dims[dim] = concat(parts)
-    out = (*dims[:dim], parts[position], *dims[dim + 1 :])
+    dims[dim], part = _tiled(case.tiles, letters)
+    out = (*dims[:dim], part, *dims[dim + 1 :])
     return Signature(operands=of_first(case, tuple(dims)), results=((case.result, out),))
 
 
@@ -342,12 +344,12 @@ def gathered(case: Case) -> Signature:
     if len(shape) != len(out_shape):  # the source or the index is a scalar
         return opaque(case)
     out = letters.of(out_shape)
-    dim = case.number("dim") % max(len(shape), 1)
+    dim = case.op.number("dim") % max(len(shape), 1)
     dims = tuple(
         out[i] if i != dim and size == out_shape[i] else letters.new(size)
         for i, size in enumerate(shape)
     )
-    index = case.tensor("index")
+    index = case.op.tensor("index")
     operands = (*of_first(case, dims), *(((index, out),) if index else ()))
     whole = names_of(*(d for d, o in zip(dims, out, strict=True) if d != o))
     return Signature(operands=operands, results=((case.result, out),), whole=whole)
@@ -357,8 +359,8 @@ def scattered(case: Case) -> Signature:
     """A part of a dim (or one position) is overwritten: the other dims are kept."""
     letters = Letters()
     out = letters.of(case.shape(case.result))
-    dim = case.number("dim") % len(out)
-    given = case.tensor("src") or ""
+    dim = case.op.number("dim") % len(out)
+    given = case.op.tensor("src")
     size = case.shape(given)
     part = (letters.new(size[dim]),) if len(size) == len(out) else ()
     return Signature(
@@ -366,10 +368,3 @@ def scattered(case: Case) -> Signature:
         results=((case.result, out),),
         whole=names_of(out[dim], *part),
     )
-
-
-def _size_sum(sizes: Iterable[Extent]) -> Extent:
-    total = constant(0)
-    for size in sizes:
-        total = total + size
-    return total

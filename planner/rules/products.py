@@ -15,10 +15,6 @@ from autopar.planner.rules.rule import (
     Computing,
     MatrixProducts,
     OpSizes,
-    given,
-    number,
-    tensor,
-    tensors,
 )
 
 
@@ -34,9 +30,9 @@ def recurrent(gates: int, *, kept: int, unfused: int) -> Computing:
 
     def computation(sizes: OpSizes) -> Computation:
         source, rows, steps = _sequence(sizes)
-        ways = 2 if given(sizes, "bidirectional") else 1
-        weights = tensors(sizes, "params")
-        each = len(weights) // (number(sizes, "num_layers") * ways)
+        ways = 2 if sizes.op.given("bidirectional") else 1
+        weights = sizes.op.tensors("params")
+        each = len(weights) // (sizes.op.number("num_layers") * ways)
         products: list[MatrixProducts] = []
         for at in range(0, len(weights), each):
             left = source if at < each * ways else ""
@@ -58,12 +54,12 @@ def _sequence(sizes: OpSizes) -> tuple[str, int, int]:
 
     An input that is not packed has no `batch_sizes`, but a dim for the steps.
     """
-    packed = tensors(sizes, "data")
+    packed = sizes.op.tensors("data")
     if packed:
-        return packed[0], sizes.shape(packed[0])[0], sizes.shape(tensor(sizes, "batch_sizes"))[0]
-    source = tensor(sizes, "input")
+        return packed[0], sizes.shape(packed[0])[0], sizes.shape(sizes.op.tensor("batch_sizes"))[0]
+    source = sizes.op.tensor("input")
     shape = sizes.shape(source)
-    steps = shape[1 if given(sizes, "batch_first") else 0] if len(shape) > 2 else shape[0]
+    steps = shape[1 if sizes.op.given("batch_first") else 0] if len(shape) > 2 else shape[0]
     return source, prod(shape[:-1]), steps
 
 
@@ -78,7 +74,7 @@ def _layer(
     together = rows // steps
     (wide, inputs), (_, states) = sizes.shape(of_input), sizes.shape(of_state)
     yield MatrixProducts(left=source, right=of_input, batch=1, m=rows, n=wide, k=inputs)
-    for left, times in ((tensor(sizes, "hx"), 1), ("", steps - 1)):
+    for left, times in ((sizes.op.tensor("hx"), 1), ("", steps - 1)):
         yield MatrixProducts(
             left=left, right=of_state, batch=1, m=together, n=wide, k=states, times=times
         )
@@ -95,11 +91,11 @@ def cell(gates: int, *, kept: int) -> Computing:
     def computation(sizes: OpSizes) -> Computation:
         products = []
         for source, weight in (("input", "w_ih"), ("hx", "w_hh")):
-            left, right = tensor(sizes, source), tensor(sizes, weight)
+            left, right = sizes.op.tensor(source), sizes.op.tensor(weight)
             n, k = sizes.shape(right)
             rows = prod(sizes.shape(left)[:-1])
             products.append(MatrixProducts(left=left, right=right, batch=1, m=rows, n=n, k=k))
-        hidden = sizes.shape(tensor(sizes, "w_hh"))[0] // gates
+        hidden = sizes.shape(sizes.op.tensor("w_hh"))[0] // gates
         rows = products[0].m
         return Computation(products=tuple(products), steps=1, kept=kept * rows * hidden)
 
@@ -112,8 +108,8 @@ def convolution(sizes: OpSizes) -> Computation:
     Each element of the result is a sum over the weights of its output channel. If the convolution
     is transposed, each element of the input is spread over the weights of its input channel.
     """
-    source, weight = tensor(sizes, "input", "self"), tensor(sizes, "weight")
-    spread = "transpose" in sizes.op.target or bool(given(sizes, "transposed"))
+    source, weight = sizes.op.tensor("input", "self"), sizes.op.tensor("weight")
+    spread = "transpose" in sizes.op.target or bool(sizes.op.given("transposed"))
     rows = prod(sizes.shape(source if spread else sizes.op.outputs[0]))
     channels, *rest = sizes.shape(weight)
     if sizes.op.target == "aten.conv_tbc.default":  # taps, input channels, output channels
@@ -128,7 +124,7 @@ def matrices(left: str, right: str) -> Computing:
     """A product … m k by … k n of two arguments; either of them may be a vector."""
 
     def computation(sizes: OpSizes) -> Computation:
-        first, second = tensor(sizes, left), tensor(sizes, right)
+        first, second = sizes.op.tensor(left), sizes.op.tensor(right)
         a, b = sizes.shape(first), sizes.shape(second)
         a = a if len(a) > 1 else (1, *a)
         b = b if len(b) > 1 else (*b, 1)
@@ -145,7 +141,7 @@ def grouped(left: str, right: str) -> Computing:
     """Products in which each matrix, or each group of rows, has its own matrix as a factor."""
 
     def computation(sizes: OpSizes) -> Computation:
-        first, second = tensor(sizes, left), tensor(sizes, right)
+        first, second = sizes.op.tensor(left), sizes.op.tensor(right)
         a, b = sizes.shape(first), sizes.shape(second)
         batch = a[0] if len(a) == len(b) == 3 else 1
         product = MatrixProducts(left=first, right=second, batch=batch, m=a[-2], n=b[-1], k=a[-1])
@@ -158,7 +154,7 @@ def rows_by_rows(left: str, right: str) -> Computing:
     """Distances or inner products of each row of one tensor with each row of another."""
 
     def computation(sizes: OpSizes) -> Computation:
-        first, second = tensor(sizes, left), tensor(sizes, right)
+        first, second = sizes.op.tensor(left), sizes.op.tensor(right)
         a, k = sizes.shape(first), sizes.shape(first)[-1] if sizes.shape(first) else 1
         out = prod(sizes.shape(sizes.op.outputs[0]))
         m = a[-2] if len(a) > 1 else 1
@@ -172,7 +168,7 @@ def rows_by_rows(left: str, right: str) -> Computing:
 
 def summed_products(sizes: OpSizes) -> Computation:
     """Products b m k by b k n, summed over b."""
-    left, right = tensor(sizes, "batch1"), tensor(sizes, "batch2")
+    left, right = sizes.op.tensor("batch1"), sizes.op.tensor("batch2")
     (b, m, k), n = sizes.shape(left), sizes.shape(right)[-1]
     return Computation(
         products=(MatrixProducts(left=left, right=right, batch=1, m=m, n=n, k=b * k),)
@@ -181,8 +177,8 @@ def summed_products(sizes: OpSizes) -> Computation:
 
 def over_dims(sizes: OpSizes) -> Computation:
     """A tensordot, which sums over the listed dims of both tensors."""
-    left, right = tensor(sizes, "self"), tensor(sizes, "other")
-    a, b, dims = sizes.shape(left), sizes.shape(right), given(sizes, "dims_self")
+    left, right = sizes.op.tensor("self"), sizes.op.tensor("other")
+    a, b, dims = sizes.shape(left), sizes.shape(right), sizes.op.given("dims_self")
     k = prod(a[d] for d in dims if isinstance(d, int)) if isinstance(dims, tuple) else 1
     product = MatrixProducts(left=left, right=right, batch=1, m=prod(a) // k, n=prod(b) // k, k=k)
     return Computation(products=(product,))
@@ -190,7 +186,7 @@ def over_dims(sizes: OpSizes) -> Computation:
 
 def chain(sizes: OpSizes) -> Computation:
     """A product of several matrices in the order with the fewest FLOPs, as torch chooses it."""
-    names = tensors(sizes, "matrices") or tensors(sizes, "tensors")
+    names = sizes.op.tensors("matrices", "tensors")
     shapes = [sizes.shape(name) for name in names]
     rows = [shape[0] if i or len(shape) > 1 else 1 for i, shape in enumerate(shapes)]
     edges = [*rows, shapes[-1][1] if len(shapes[-1]) > 1 else 1]
@@ -217,7 +213,7 @@ def _cheapest(names: tuple[str, ...], edges: list[int]) -> tuple[MatrixProducts,
 
 def bilinear(sizes: OpSizes) -> Computation:
     """The products … i by o i j by … j: all weights times the first input, then the second."""
-    left, right, weight = (tensor(sizes, name) for name in ("input1", "input2", "weight"))
+    left, right, weight = (sizes.op.tensor(name) for name in ("input1", "input2", "weight"))
     rows, (o, i, j) = prod(sizes.shape(left)[:-1]), sizes.shape(weight)
     first = MatrixProducts(left=left, right=weight, batch=1, m=rows, n=o * j, k=i)
     return Computation(products=(
@@ -227,8 +223,8 @@ def bilinear(sizes: OpSizes) -> Computation:
 
 def bags(sizes: OpSizes) -> Computation:
     """The FLOPs of bags whose rows have weights: each row times its weight is added to its bag."""
-    rows = sum(prod(sizes.shape(name)) for name in tensors(sizes, "per_sample_weights"))
-    flops = 2 * rows * sizes.shape(tensor(sizes, "weight"))[1]
+    rows = sum(prod(sizes.shape(name)) for name in sizes.op.tensors("per_sample_weights"))
+    flops = 2 * rows * sizes.shape(sizes.op.tensor("weight"))[1]
     return Computation(flops=flops, backward_flops=flops)
 
 
@@ -240,7 +236,7 @@ def attention(sizes: OpSizes) -> Computation:
     in the sequence; in others, after it.
     """
     query, key, value = (
-        sizes.shape(tensor(sizes, *names)) for names in (("query",), ("key", "k"), ("value", "v"))
+        sizes.shape(sizes.op.tensor(*names)) for names in (("query",), ("key", "k"), ("value", "v"))
     )
     at = -2 if "scaled_dot_product" in sizes.op.target else -3
     heads = -3 if at == -2 else -2
@@ -255,9 +251,9 @@ def power(sizes: OpSizes) -> Computation:
     Each bit of the exponent costs a square, except the first. Each bit that is set costs a product,
     too, except one.
     """
-    source = tensor(sizes, "self")
+    source = sizes.op.tensor("self")
     *lead, n, _ = sizes.shape(source)
-    exponent = abs(number(sizes, "n", 1))
+    exponent = abs(sizes.op.number("n", 1))
     times = max(0, exponent.bit_length() - 1 + exponent.bit_count() - 1)
     flops = 2 * prod(lead) * n**3 * times
     return Computation(flops=flops, backward_flops=2 * flops)
@@ -299,8 +295,8 @@ def solved(factor: float, *, by: tuple[str, ...], matrix: tuple[str, ...]) -> Co
     """
 
     def computation(sizes: OpSizes) -> Computation:
-        *lead, n, _ = sizes.shape(tensor(sizes, *matrix))
-        side = sizes.shape(tensor(sizes, *by))
+        *lead, n, _ = sizes.shape(sizes.op.tensor(*matrix))
+        side = sizes.shape(sizes.op.tensor(*by))
         columns = max(1, prod(side) // max(1, prod(lead) * n))
         triangles = 1 if "triangular" in sizes.op.target else 2
         once = triangles * n * n * columns * prod(lead)
@@ -336,7 +332,7 @@ def fourier(sizes: OpSizes) -> Computation:
 
 def _transformed(sizes: OpSizes, rank: int) -> tuple[int, ...]:
     for name in ("dim", "dims"):
-        value = given(sizes, name)
+        value = sizes.op.given(name)
         if isinstance(value, tuple):
             return tuple(item for item in value if isinstance(item, int))
         if isinstance(value, int):
@@ -349,7 +345,7 @@ def _transformed(sizes: OpSizes, rank: int) -> tuple[int, ...]:
 def short_time_fourier(sizes: OpSizes) -> Computation:
     """A real transform of each window: `n_fft` numbers for each column of the spectrum."""
     spectrum = max(map(sizes.shape, (*sizes.op.inputs, *sizes.op.outputs)), key=len)
-    size = given(sizes, "n_fft")
+    size = sizes.op.given("n_fft")
     wide = size if isinstance(size, int) else 2
     windows = prod(spectrum) // (wide // 2 + 1)
     flops = round(2.5 * windows * wide * log2(max(2, wide)))
@@ -358,8 +354,8 @@ def short_time_fourier(sizes: OpSizes) -> Computation:
 
 def connectionist(sizes: OpSizes) -> Computation:
     """CTC: in each row and step, 6 FLOPs for the three transitions into each of 2·S + 1 states."""
-    steps, *_ = sizes.shape(tensor(sizes, "log_probs"))
-    targets = sizes.shape(tensors(sizes, "targets")[0])
-    rows = sizes.shape(tensor(sizes, "log_probs"))[1] if len(targets) > 1 else 1
+    steps, *_ = sizes.shape(sizes.op.tensor("log_probs"))
+    targets = sizes.shape(sizes.op.tensors("targets")[0])
+    rows = sizes.shape(sizes.op.tensor("log_probs"))[1] if len(targets) > 1 else 1
     flops = 6 * steps * rows * (2 * targets[-1] + 1)
     return Computation(flops=flops, backward_flops=flops)

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from autopar.planner.cluster.cluster import Collective
 from autopar.planner.graph.layouts import PARTIAL, Layout
-from autopar.planner.graph.ops import Op, Value, refs
+from autopar.planner.graph.ops import Op
 from autopar.planner.rules.shapes import ShapeFunction, opaque
 from autopar.planner.rules.signature import UNIT, Case, Pattern, Signature, leaves
 
@@ -71,27 +71,6 @@ class OpSizes(Protocol):
 
 
 Computing = Callable[[OpSizes], Computation]
-
-
-def given(sizes: OpSizes, name: str) -> Value:
-    """Return an argument of the op, or None."""
-    return dict(sizes.op.arguments).get(name)
-
-
-def number(sizes: OpSizes, name: str, default: int = 0) -> int:
-    """Return an integer argument."""
-    value = given(sizes, name)
-    return value if isinstance(value, int) else default
-
-
-def tensors(sizes: OpSizes, name: str) -> tuple[str, ...]:
-    """Return the tensors in an argument."""
-    return tuple(refs(given(sizes, name)))
-
-
-def tensor(sizes: OpSizes, *names: str) -> str:
-    """Return the tensor in the first of these arguments that the op has."""
-    return next(found for name in names for found in tensors(sizes, name))
 
 
 class OpKind(StrEnum):

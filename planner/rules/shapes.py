@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
 
-from autopar.planner.graph.ops import ONE, Extent, numel
+from autopar.planner.graph.ops import ONE, Extent, Value, numel
 from autopar.planner.rules.signature import (
     UNIT,
     Case,
@@ -87,7 +87,7 @@ def reduced(*, partial: bool) -> ShapeFunction:
         dims = Letters().of(case.shape(case.first))
         chosen = _chosen(case, ("dim",), len(dims))
         out = [UNIT if i in chosen else dim for i, dim in enumerate(dims)]
-        if not case.argument("keepdim"):
+        if not case.op.given("keepdim"):
             out = [dim for i, dim in enumerate(dims) if i not in chosen]
         whole = frozenset() if partial else names_of(*(dims[i] for i in chosen))
         results = tuple((name, tuple(out)) for name in case.op.outputs)
@@ -101,8 +101,14 @@ def reduced(*, partial: bool) -> ShapeFunction:
     return signature
 
 
+def _integers(value: Value) -> tuple[int, ...]:
+    """Return the integers in an argument that is a list, or one integer."""
+    items = value if isinstance(value, tuple) else (value,)
+    return tuple(item for item in items if isinstance(item, int))
+
+
 def _chosen(case: Case, names: tuple[str, ...], rank: int) -> frozenset[int]:
-    numbers = case.numbers(*names)
+    numbers = _integers(case.op.given(*names))
     return frozenset(n % rank for n in numbers) if numbers and rank else frozenset(range(rank))
 
 
@@ -191,14 +197,14 @@ def transpose_order(case: Case, rank: int) -> Sequence[int]:
     order = list(range(rank))
     if rank == 0:
         return order
-    a, b = case.number("dim0") % rank, case.number("dim1") % rank
+    a, b = case.op.number("dim0") % rank, case.op.number("dim1") % rank
     order[a], order[b] = order[b], order[a]
     return order
 
 
 def permute_order(case: Case, rank: int) -> Sequence[int]:
     """Take the dims as listed."""
-    return [d % rank for d in case.numbers("dims")]
+    return [d % rank for d in _integers(case.op.given("dims"))]
 
 
 def matrix_order(_: Case, rank: int) -> Sequence[int]:
@@ -224,7 +230,7 @@ def as_other(alone: ShapeFunction) -> ShapeFunction:
     def shaped(case: Case) -> Signature:
         signature = alone(case)
         ((_, out),) = signature.results
-        other = case.tensor("other") or ""
+        other = case.op.tensor("other")
         return Signature(operands=(*signature.operands, (other, out)), results=signature.results)
 
     return shaped

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from autopar.planner.graph.graph import Graph
-from autopar.planner.graph.ops import ONE, Extent, Op, Ref, Tensor, Value, refs
+from autopar.planner.graph.ops import ONE, Extent, Op, Ref, Tensor, numel, refs
 
 Tiles = tuple[tuple[Extent, ...], int]
 
@@ -115,14 +115,8 @@ def size_of(dim: Dim) -> Extent:
     if isinstance(dim, Leaf):
         return dim.size
     if isinstance(dim, FlattenedDims):
-        total = ONE
-        for factor in dim.factors:
-            total = total * size_of(factor)
-        return total
-    total = Extent(())
-    for part in dim.parts:
-        total = total + size_of(part)
-    return total
+        return numel(tuple(map(size_of, dim.factors)))
+    return sum(map(size_of, dim.parts), Extent(()))
 
 
 def product(dims: Iterable[Dim]) -> Dim:
@@ -212,28 +206,6 @@ class Case:
         """Return the shape of a tensor."""
         return self.tensors[tensor].shape
 
-    def argument(self, *names: str) -> Value:
-        """Return the first of these arguments that the op has, or None."""
-        for key, value in self.op.arguments:
-            if key in names:
-                return value
-        return None
-
-    def number(self, *names: str, default: int = 0) -> int:
-        """Return an integer argument, or the default if the op has none."""
-        value = self.argument(*names)
-        return value if isinstance(value, int) else default
-
-    def numbers(self, *names: str) -> tuple[int, ...]:
-        """Return an argument that is a list of integers, or one integer."""
-        value = self.argument(*names)
-        items = value if isinstance(value, tuple) else (value,)
-        return tuple(item for item in items if isinstance(item, int))
-
-    def tensor(self, name: str) -> str | None:
-        """Return the tensor that is this argument, or None."""
-        return next(refs(self.argument(name)), None)
-
     @property
     def first(self) -> str:
         """The first tensor argument."""
@@ -291,8 +263,8 @@ class Pattern:
         reading = _Reading(case)
         operands = []
         for name, optional, tokens in self.operands:
-            tensor = case.tensor(name)
-            if tensor is not None:
+            tensor = case.op.tensor(name)
+            if tensor:
                 operands.append((tensor, reading.dims(tokens, case.shape(tensor))))
             elif not optional:
                 raise ValueError(f"{case.op.target} has no tensor {name}")
@@ -352,7 +324,7 @@ class _Reading:
         if match is None:
             letter = token.strip("[]")
             return self._letter(letter, size, whole=token.startswith("["))
-        outer_size = Extent.of(self.case.number("groups", default=1))
+        outer_size = Extent.of(self.case.op.number("groups", default=1))
         inner_size = size.divided_by(outer_size)
         if inner_size is None:
             raise ValueError(f"{self.case.op.target}: {size} is not divisible by {outer_size}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -42,28 +42,15 @@ __all__ = ["trace", "trace_for_rows", "with_other_lengths"]
 _LARGEST_REAL_BYTES = 4 * 2**30
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Attempt:
-    """The device and dtype of a model in one attempt to trace it; None: the model's own dtype."""
-
-    device: str
-    dtype: torch.dtype | None
-
-
+# the device and the dtype of a model in one attempt to trace it; None: the model's own dtype
+_Attempt = tuple[str, torch.dtype | None]
 # For 16-bit plans. Some models look at the dtype of their weights to decide whether they cast, and
 # only a trace in 16 bits shows where an fp32 tensor meets 16-bit weights.
-_HALF_ATTEMPTS = (
-    _Attempt(device="meta", dtype=torch.bfloat16),
-    _Attempt(device="cpu", dtype=torch.bfloat16),
-)
+_HALF_ATTEMPTS = (("meta", torch.bfloat16), ("cpu", torch.bfloat16))
 # For fp32 plans. In a trace in float64, `x.float()` is an op; in float32, it leaves none. If the
 # trace in float64 fails, for example because dtypes mix, the model is traced in its own dtype, and
 # then on the CPU.
-_ATTEMPTS = (
-    _Attempt(device="meta", dtype=torch.float64),
-    _Attempt(device="meta", dtype=None),
-    _Attempt(device="cpu", dtype=None),
-)
+_ATTEMPTS = (("meta", torch.float64), ("meta", None), ("cpu", None))
 
 
 def trace(
@@ -111,21 +98,21 @@ def _traced(
 ) -> Graph:
     failures: list[AutoparError] = []
     size_bytes = 0
-    for attempt in attempts:
-        if attempt.device == "cpu" and size_bytes > _LARGEST_REAL_BYTES:
+    for device, dtype in attempts:
+        if device == "cpu" and size_bytes > _LARGEST_REAL_BYTES:
             break
         # If the model decides by values, it may see that it is traced: libraries then avoid that.
         for is_noticed in (False, True):
             try:
                 subject = build(
                     model_file,
-                    device=attempt.device,
-                    dtype=attempt.dtype,
+                    device=device,
+                    dtype=dtype,
                     batch_size=batch_size,
                     narrowed=narrowed,
                 )
                 size_bytes = sum(p.numel() * p.element_size() for p in subject.model.parameters())
-                is_half = attempt.dtype is torch.bfloat16
+                is_half = dtype is torch.bfloat16
                 graph = _graph_in_modes(subject, is_noticed=is_noticed, is_half=is_half)
                 meeting = (one.where for one in failures if isinstance(one, DevicesMeetError))
                 graph = replace(graph, devices_meet_at=next(meeting, ""))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import operator
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -25,7 +25,6 @@ from autopar.planner.trace.build import TracedSubject
 SPANS = "autopar_spans"  # a key of a node's meta
 _FEW = 64  # elements: values of larger constants are not kept
 _DETACHES = "aten.detach_.default"  # in place, but does not change the values
-_DIGITS_OF_SINGLE = 9  # enough digits to distinguish all float32 numbers
 
 
 def is_getitem(node: fx.Node) -> bool:
@@ -151,18 +150,8 @@ def constant(name: str, tensor: Any) -> Constant:
 def _nested(values: Any, *, is_single: bool) -> Value:
     if isinstance(values, list):
         return tuple(_nested(one, is_single=is_single) for one in values)
-    return _shortest(values) if is_single and math.isfinite(values) else values
-
-
-def _shortest(single: float) -> float:
-    """Return the shortest decimal that equals this number in float32, such as 0.3."""
-    rounded = (float(f"{single:.{digits}g}") for digits in range(1, _DIGITS_OF_SINGLE + 1))
-    return next((one for one in rounded if _as_single(one) == single), single)
-
-
-def _as_single(number: float) -> float:
-    found: float = torch.tensor(number, dtype=torch.float32).item()
-    return found
+    # numpy prints the shortest decimal that equals a number in float32, such as 0.3
+    return float(str(np.float32(values))) if is_single else values
 
 
 def channels_last_inputs(subject: TracedSubject, graph: Graph) -> tuple[str, ...]:

@@ -119,7 +119,7 @@ def _class_of(mask: str, graph: Graph) -> tuple[object, object, int] | None:
     times = 1
     if op is not None and op.target == "aten.any.dim":
         before = graph.tensors[op.inputs[0]].shape
-        dim = dict(op.arguments).get("dim")
+        dim = op.given("dim")
         size = before[dim] if isinstance(dim, int) else None
         times = size.at(1) if size is not None and size.is_constant else 1
         op = _behind_views(op.inputs[0], graph)
@@ -148,28 +148,30 @@ _COPY = "aten.copy_.default"
 
 def with_scatters(graph: Graph) -> Graph:
     """Return the graph with copies into views replaced by ops that make new tensors."""
-    written = _Written(graph).storages()
-    return _Scattering(graph, written).scattered() if written else graph
+    scattering = _Scattering(graph)
+    return scattering.scattered() if scattering.storages else graph
 
 
-class _Written:
-    """Finds the storages whose writes can become scatters.
+class _Scattering:
+    """A graph whose copies into views become ops that make new tensors.
 
-    Only copies into views write to such a storage, and after the first write, no view that is older
-    than this write is read.
+    `storages` are those whose writes can become scatters: only copies into views write to them, and
+    after the first write, no view that is older than this write is read.
     """
 
     def __init__(self, graph: Graph) -> None:
         self.graph, self.index = graph, graph.index
-        self.views = views_of(graph)
-
-    def storages(self) -> frozenset[str]:
-        """Return the names of the storages."""
-        return frozenset(
+        # the ops that take a part of a tensor, by the names of the views
+        self.views = {op.outputs[0]: op for op in graph.ops if rule_of(op.target).written_by}
+        self.storages = frozenset(
             storage
             for storage, ops in self.index.writers.items()
             if all(map(self._is_copy, ops)) and not self._is_stale(storage, ops[0])
         )
+        self.tensors = dict(graph.tensors)
+        self.newest: dict[str, str] = {}
+        self.ops: list[Op] = []
+        self.calls = dict(graph.calls)
 
     def _is_copy(self, op: Op) -> bool:
         tensors = self.graph.tensors
@@ -204,25 +206,17 @@ class _Written:
             view = self.views[view].inputs[0]
         return view
 
-
-class _Scattering:
-    def __init__(self, graph: Graph, storages: frozenset[str]) -> None:
-        self.graph = graph
-        self.storages = storages
-        self.views = views_of(graph)
-        self.tensors = dict(graph.tensors)
-        self.newest: dict[str, str] = {}
-        self.ops: list[Op] = []
-        self.calls = dict(graph.calls)
-
     def scattered(self) -> Graph:
         """Return the graph with scatters; each op reads the newest version of a tensor."""
-        ends = _call_ends(self.graph)
-        for i, op in enumerate(self.graph.ops):
-            for key in ends.begin.get(i, ()):
+        begin, end = defaultdict[str, list[str]](list), defaultdict[str, list[str]](list)
+        for key, ops in self.graph.index.ops_in.items():
+            begin[ops[0].name].append(key)
+            end[ops[-1].name].append(key)
+        for op in self.graph.ops:
+            for key in begin[op.name]:
                 self.calls[key] = self._entered(self.calls[key])
             self._read(op)
-            for key in ends.end.get(i, ()):
+            for key in end[op.name]:
                 result = self._renamed(self.calls[key].result)
                 self.calls[key] = replace(self.calls[key], result=result)
         return replace(
@@ -315,24 +309,3 @@ class _Scattering:
         if isinstance(value, Ref):
             return Ref(self._name(value.tensor))
         return type(value)(map(self._renamed, value)) if isinstance(value, tuple) else value
-
-
-class _CallEnds:
-    """The calls that begin before an op, and those that end after it, by the op's position."""
-
-    def __init__(self) -> None:
-        self.begin: dict[int, list[str]] = {}
-        self.end: dict[int, list[str]] = {}
-
-
-def _call_ends(graph: Graph) -> _CallEnds:
-    ends, places = _CallEnds(), graph.index.places
-    for key, ops in graph.index.ops_in.items():
-        ends.begin.setdefault(places[ops[0].name], []).append(key)
-        ends.end.setdefault(places[ops[-1].name], []).append(key)
-    return ends
-
-
-def views_of(graph: Graph) -> Mapping[str, Op]:
-    """Return the ops that take a part of a tensor, by the names of the views."""
-    return {op.outputs[0]: op for op in graph.ops if rule_of(op.target).written_by}

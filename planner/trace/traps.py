@@ -178,19 +178,7 @@ def _random_states(model: nn.Module) -> tuple[bytes, ...]:
         for value in (*vars(module).values(), *_globals(module).values())
         if isinstance(value, (random.Random, np.random.Generator, np.random.RandomState))
     }
-    return (
-        pickle.dumps(random.getstate()),
-        pickle.dumps(np.random.get_state()),
-        *(_random_state(generator) for generator in held.values()),
-    )
-
-
-def _random_state(generator: random.Random | np.random.Generator | np.random.RandomState) -> bytes:
-    if isinstance(generator, random.Random):
-        return pickle.dumps(generator.getstate())
-    if isinstance(generator, np.random.RandomState):
-        return pickle.dumps(generator.get_state())
-    return pickle.dumps(generator.bit_generator.state)
+    return tuple(map(pickle.dumps, (random.getstate(), np.random.get_state(), *held.values())))
 
 
 def _globals(module: nn.Module) -> dict[str, Any]:

@@ -275,7 +275,7 @@ def _check_pair(op: Op, graph: Graph, odd_types: Sequence[str]) -> None:
 
 
 def _check_classes(op: Op, graph: Graph) -> None:
-    target = dict(op.arguments).get("target")
+    target = op.given("target")
     if kind_of(op).is_class_loss and isinstance(target, Ref) and is_class(graph, target):
         dtype = graph.tensors[target.tensor].dtype
         if dtype not in ("int64", "uint8"):
