@@ -86,17 +86,27 @@ class GrowingProgram:
         self._rows += [_ProgramRow(*row) for row in rows]
         return {one: first + number for one, number in matrix.place.items()}
 
-    def add(self, terms: Iterable[Term], *, most: float, least: float = -inf) -> None:
-        """Add a row: least ≤ Σ factor · column ≤ most."""
+    def add(self, terms: Iterable[Term], *, most: float, least: float = -inf) -> int:
+        """Add a row: least ≤ Σ factor · column ≤ most; return its index."""
         pairs = [(column, factor) for column, factor in terms if factor]
         columns, factors = zip(*pairs, strict=True) if pairs else ((), ())
-        self.add_row(np.array(columns), np.array(factors), most=most, least=least)
+        return self.add_row(np.array(columns), np.array(factors), most=most, least=least)
 
     def add_row(
         self, columns: Numbers, factors: Floats, *, most: float, least: float = -inf
-    ) -> None:
-        """Add a row of factors that are not zero."""
+    ) -> int:
+        """Add a row of factors that are not zero; return its index."""
         self._rows.append(_ProgramRow(least, most, columns, factors))
+        return int(self._highs.getNumRow()) + len(self._rows) - 1
+
+    def limit(self, row: int, *, least: float, most: float) -> None:
+        """Change the limits of a row that the last solve had."""
+        self._highs.changeRowBounds(row, least, most)
+
+    def change(self, row: int, columns: Numbers, factors: Floats) -> None:
+        """Change factors of a row that the last solve had."""
+        for column, factor in zip(columns.tolist(), factors.tolist(), strict=True):
+            self._highs.changeCoeff(row, column, factor)
 
     def whole(self, columns: Iterable[int]) -> None:
         """Restrict columns to whole numbers in `solve_whole`."""
@@ -127,6 +137,24 @@ class GrowingProgram:
             return None
         self._values = np.array(self._highs.getSolution().col_value)
         return float(self._values[self.least])
+
+    def excludes(self, row: int, *, least: float, below: float) -> bool:
+        """Whether no solution below a limit has a row of at least `least`.
+
+        It starts from the last optimum, and leaves the program and that optimum as they were.
+        """
+        basis = self._highs.getBasis()
+        _, least_before, most, _ = self._highs.getRow(row)
+        self._highs.setOptionValue("objective_bound", below)
+        self._highs.setOptionValue("simplex_strategy", _DUAL)
+        self._highs.changeRowBounds(row, least, most)
+        self._highs.run()
+        status = self._highs.getModelStatus()
+        is_optimal = status == highspy.HighsModelStatus.kOptimal
+        found = self._highs.getInfo().objective_function_value if is_optimal else -inf
+        self._highs.changeRowBounds(row, least_before, most)
+        self._highs.setBasis(basis)
+        return status in _PROOFS or found >= below
 
     def solve_whole(self, *, below: float) -> WholeNumbers:
         """Look for a solution below a limit in which the columns given to `whole` are whole.

@@ -102,6 +102,12 @@ class Chooser:
             )
         return self._divisible[longest]
 
+    def last_divisible(self) -> Divisible:
+        """Return that program for a question after which it cannot be asked again."""
+        program = self.divisible()
+        self._divisible.clear()
+        return program
+
     @property
     def top(self) -> float:
         """The cutoff, or the shortest step so far if that is less.
@@ -227,14 +233,13 @@ class Chooser:
         return most * self.question.shape.microbatches or 1.0
 
 
-QUICK = Effort(
-    simulations=12, starts=0, moves=0, cuts=0, nodes=400, gap=1.0, most_columns=0,
-)  # fmt: skip
+QUICK = Effort(simulations=12, starts=0, moves=0, cuts=0, nodes=400, gap=1.0, most_columns=0)
 THOROUGH = replace(QUICK, starts=2, moves=8, cuts=4, gap=5e-3, most_columns=1_000)
 EXACT = replace(THOROUGH, simulations=120, starts=1, cuts=60, nodes=1_000, gap=1e-7, is_last=True)
 
-_ASKED = 0.01  # with whole numbers, only cuts faster than the best by this share are looked for
-_MOST_STAGES = 16  # of the program of whole numbers; more take too long
+_ASKED = 0.01  # the last effort looks only for cuts that are faster than the best by this share,
+_ASKED_OF_MANY = 0.05  # or by this one if there are more stages than
+_MOST_STAGES = 16  # with which whole numbers are found in time
 _MOST_INTERVALS = 100  # if ranks have several stages: with more, the program branches for long
 
 
@@ -290,7 +295,7 @@ def _of_parts(chooser: Chooser) -> StageAnswer:
         intervals = list(islice(question.different_intervals(longest), _MOST_INTERVALS + 1))
         if len(intervals) <= _MOST_INTERVALS:
             bound = max(bound, chooser.by_program(chooser.columns.of_all(intervals)))
-    return chooser.answer(min(max(bound, _in_whole_numbers(chooser, bound)), chooser.top))
+    return chooser.answer(min(max(bound, _closer(chooser, bound)), chooser.top))
 
 
 def is_wide(arrangement: Arrangement) -> bool:
@@ -298,15 +303,18 @@ def is_wide(arrangement: Arrangement) -> bool:
     return arrangement.pipeline * arrangement.stages_per_rank > _MOST_STAGES
 
 
-def _in_whole_numbers(chooser: Chooser, bound_seconds: float) -> float:
-    """Return a lower bound of all cuts, found with whole numbers of layers on each rank.
+def _closer(chooser: Chooser, bound_seconds: float) -> float:
+    """Return a lower bound of all cuts that is closer to the best one.
 
-    The search stops at a bound of 1 % below the best cut.
+    Stages become as short as they are in all faster cuts, or ranks have whole numbers of layers.
     """
-    asked = (1.0 - _ASKED) * chooser.top
-    if bound_seconds >= asked or is_wide(chooser.question.arrangement):
+    are_many = is_wide(chooser.question.arrangement)
+    asked = (1.0 - (_ASKED_OF_MANY if are_many else _ASKED)) * chooser.top - chooser.once
+    if bound_seconds >= asked + chooser.once:
         return bound_seconds
-    divided = chooser.divisible().solve_whole(below_seconds=asked - chooser.once)
+    if are_many:
+        return chooser.last_divisible().with_short_stages(below_seconds=asked) + chooser.once
+    divided = chooser.divisible().solve_whole(below_seconds=asked)
     if divided.lengths:
         cut = nearest_cut(chooser.question, [*accumulate(divided.lengths)][:-1])
         chooser.improve(cut, most_moves=chooser.effort.moves)

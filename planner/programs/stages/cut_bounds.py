@@ -22,7 +22,7 @@ as the best known cut."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 
@@ -308,21 +308,6 @@ def piece_seconds(data: DataBound, piece: LayerPiece) -> tuple[float, float, flo
     return forward, backward, backward - weights, weights
 
 
-def add_work(program: GrowingProgram, parts: StageParts, limit_bytes: float) -> int:
-    """Add a column for a stage's working memory, as a share of its rank's limit; return it.
-
-    A stage needs as much as its largest layer: at least the mean over its layers, and at least the
-    need of each layer that is on this stage in every cut.
-    """
-    work = program.column()
-    needed = {one.column: one.piece.working_bytes / limit_bytes for one in parts.pieces}
-    least = min(needed.values())
-    terms = [(column, (own - least) / parts.most_layers) for column, own in needed.items()]
-    program.add([*terms, (work, -1.0)], most=-least)
-    program.add([(work, -1.0)], most=-parts.forced_bytes / limit_bytes)
-    return work
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MemoryRow:
     """Σ bytes · x + work ≤ 1, as shares of a rank's limit."""
@@ -340,11 +325,13 @@ class RankMoments:
         question: StageQuestion,
         rank: int,
         parts: Sequence[StageParts],
-        program: GrowingProgram,
+        add_work: Callable[[int, float], int],
     ) -> None:
-        arrangement, moments = question.arrangement, question.moments[rank]
-        stages, places = question.stages_of[rank], list(fullest(moments))
-        limit = most_tensor_bytes(question.limit_bytes[rank], arrangement, question.constants)
+        moments, stages = question.moments[rank], question.stages_of[rank]
+        places = list(fullest(moments))
+        limit = most_tensor_bytes(
+            question.limit_bytes[rank], question.arrangement, question.constants
+        )
         own = [(place, part) for place, stage in enumerate(stages) for part in parts[stage].pieces]
         pieces = [part.piece for _, part in own]
         at = np.array([place for place, _ in own])
@@ -354,7 +341,7 @@ class RankMoments:
         state = np.array([one.state_bytes for one in pieces])
         split = saved * moments.forwarded[places][:, at] + deferred * moments.halfway[places][:, at]
         whole = saved * moments.unanswered[places][:, at]
-        work = [add_work(program, parts[stage], limit) for stage in stages]
+        work = [add_work(stage, limit) for stage in stages]
         is_running = moments.running[places][:, None] == np.arange(len(stages))
         self._columns = np.array([*(part.column for _, part in own), *work])
         self._held = np.concatenate(

@@ -56,11 +56,14 @@ from autopar.planner.programs.stages.cut_bounds import (
     parts_of,
     piece_seconds,
 )
+from autopar.planner.programs.stages.lengths import StageLengths
 from autopar.planner.programs.stages.question import StageQuestion
 
 _MOST_PROGRAMS = 200
 _MOST_CHAINS = 8  # added at once
 _MOST_WHOLE = 12  # programs of whole numbers
+_MOST_ROUNDS = 12  # in which stages become shorter
+_SIMULATED = 4  # simulations in each of these rounds
 _CLOSE = 2e-3  # of the optimum: a chain that is longer by less is not added
 _ROUNDING = 1e-9
 _WEIGHTS = KINDS.index(ActionKind.WEIGHT_GRADIENT)
@@ -108,12 +111,13 @@ class Divisible:
         self._is_whole = False
         self._added: set[object] = set()
         self._layers_are_used_up()
+        self._stage_lengths = StageLengths(question, self.program, self.parts)
         self._reduced_by = [self.program.column() for _ in self.parts]
         self._times = np.array(self._stages_take())  # the column of [stage, kind of action]
         self._ends = self._reductions_outlast()  # the column S of each stage
         self._gather = self._gathers_come_first()
         self._memories = [
-            RankMoments(question, rank, self.parts, self.program)
+            RankMoments(question, rank, self.parts, self._stage_lengths.add_work)
             for rank in range(question.shape.ranks)
         ]
         self._keep_memory(one.row_at(one.likely) for one in self._memories)
@@ -165,6 +169,19 @@ class Divisible:
             if not self._tighten():
                 break
         return DividedLayers(lengths=lengths, bound_seconds=min(bound, below_seconds))
+
+    def with_short_stages(self, *, below_seconds: float) -> float:
+        """Return a lower bound of at most `below_seconds`; afterwards, ask this program no more.
+
+        It is the optimum with stages that are as short as in all cuts below that (lengths.py).
+        """
+        bound, below = 0.0, below_seconds / self.unit
+        for _ in range(_MOST_ROUNDS):
+            found = self.solve(enough_seconds=below_seconds, most_simulated=_SIMULATED)
+            bound = max(bound, found.bound_seconds)
+            if bound >= below_seconds or not self._stage_lengths.shorten(below):
+                break
+        return min(bound, below_seconds)
 
     def _lengths(self) -> tuple[float, ...]:
         return tuple(float(self.program.values(own.columns).sum()) for own in self.parts)
@@ -246,16 +263,13 @@ class Divisible:
         return share * count * each or 1.0
 
     def _layers_are_used_up(self) -> None:
-        """Add layers_are_used_up and stages_are_not_empty."""
+        """Add layers_are_used_up."""
         counts = np.bincount(self.question.classes)
         classes: dict[int, list[Term]] = defaultdict(list)
         for part in (one for own in self.parts for one in own.pieces):
             classes[part.piece.number].append((part.column, 1.0))
         for number, terms in classes.items():
             self.program.add(terms, most=float(counts[number]), least=float(counts[number]))
-        for own in self.parts:
-            terms = [(column, 1.0) for column in own.columns]
-            self.program.add(terms, most=float(own.most_layers), least=1.0)
 
     def _stages_take(self) -> list[list[int]]:
         """Add stages_take; return the column of each stage and kind of action."""
@@ -267,7 +281,10 @@ class Divisible:
             row = [self.program.column() for _ in range(TRANSFER)]
             columns = np.array(own.columns)
             seconds = np.array([seconds_of(part.piece) for part in own.pieces]) / self.unit
-            waited = [*self._host_is_waited_for(stage), *([self._reduced_by[stage]] * each)]
+            waited = [
+                *self._stage_lengths.add_waits(stage, self.unit),
+                *([self._reduced_by[stage]] * each),
+            ]
             for kind, total in enumerate(row):
                 taken = np.flatnonzero(seconds[:, kind])
                 waits = waited if kind in _BACKWARDS else []
@@ -281,32 +298,6 @@ class Divisible:
                 )
             table.append(row)
         return table
-
-    def _host_is_waited_for(self, stage: int) -> list[int]:
-        """Add host_is_waited_for; return the column H of a stage, if it may wait.
-
-        A stage waits for the tensors of its last layer on the host. This may be any layer, so each
-        counts with the least wait of its own class and of all later ones.
-        """
-        question, pieces = self.question, self.parts[stage].pieces
-        there = [one for one in pieces if one.piece.cost.host_saved_bytes]
-        if not (there and question.waits_for_host(stage)):
-            return []
-        least: dict[int, float] = {}
-        link = question.host_link_bytes_per_second * self.unit
-        for one in there:
-            waits = one.piece.cost.host_saved_bytes / link
-            least[one.piece.number] = min(waits, least.get(one.piece.number, float("inf")))
-        (first, _), (_, stop) = question.windows[stage : stage + 2]
-        behind = float("inf")
-        for number in reversed(question.classes[first:stop]):
-            behind = least[number] = min(behind, least.get(number, float("inf")))
-        column, most = self.program.column(), self.parts[stage].most_layers
-        terms = [(one.column, least[one.piece.number] / most) for one in there]
-        self.program.add([(column, -1.0), *terms], most=0.0)
-        others = [(one.column, -behind) for one in pieces if one not in there]
-        self.program.add([(column, -1.0), *others], most=-behind)
-        return [column]
 
     def _reductions_outlast(self) -> list[int]:
         """Add reductions_outlast; return the column S of each stage.

@@ -6,6 +6,7 @@ from math import inf
 from typing import Any
 
 import highspy
+import numpy as np
 import pytest
 
 from autopar.planner.programs.growing import GrowingProgram
@@ -78,3 +79,20 @@ def test_a_growing_program_tells_its_optimum_or_a_bound_that_is_enough(enough: f
     told = program.solve(enough=enough)
     assert told is not None
     assert min(enough, optimum) - 1e-9 <= told <= optimum + 1e-9
+
+
+def test_what_is_excluded_changes_neither_program_nor_optimum() -> None:
+    program = GrowingProgram()
+    left, right = program.column(), program.column()
+    program.add([(left, 1.0), (right, 1.0)], most=4.0, least=4.0)
+    program.add([(left, 2.0), (right, 1.0), (program.least, -1.0)], most=0.0)
+    row = program.add([(left, 1.0)], most=4.0, least=0.0)
+    assert program.solve() == pytest.approx(4.0)
+    assert program.excludes(row, least=2.0, below=5.9)  # 2 · 2 + 2 = 6
+    assert not program.excludes(row, least=2.0, below=6.1)
+    assert program.excludes(row, least=5.0, below=inf)
+    assert program.solve() == pytest.approx(4.0)
+    program.limit(row, least=1.0, most=4.0)
+    assert program.solve() == pytest.approx(5.0)
+    program.change(row, np.array([left]), np.array([0.5]))
+    assert program.solve() == pytest.approx(6.0)

@@ -31,12 +31,13 @@ USUAL = (ScheduleKind.ONE_F_ONE_B, ScheduleKind.INTERLEAVED_1F1B)
 ROOMS = (2.0, 0.8, 0.6)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Bounds:
-    """What no cut beats: of divisible layers, and where ranks have whole numbers of layers."""
+    """What no cut beats: of divisible layers, with whole numbers on ranks, with short stages."""
 
     divided: float
     whole: float
+    short: float
 
 
 def bounds_of(case: StageCase, truth: float) -> Bounds:
@@ -47,7 +48,8 @@ def bounds_of(case: StageCase, truth: float) -> Bounds:
     divided = program.solve(enough_seconds=math.inf, most_simulated=60).bound_seconds
     asked = 1.02 * truth if truth < math.inf else 2.0 * divided
     whole = program.solve_whole(below_seconds=asked - chooser.once).bound_seconds
-    return Bounds(divided=divided + chooser.once, whole=whole + chooser.once)
+    short = program.with_short_stages(below_seconds=asked - chooser.once)
+    return Bounds(*(one + chooser.once for one in (divided, whole, short)))
 
 
 PIPELINE = replace(
@@ -94,11 +96,15 @@ def test_no_cut_is_below_that_of_divisible_or_whole_layers(
             bounds = bounds_of(case, truth)
             assert bounds.divided <= truth * (1 + 1e-6)
             assert bounds.whole <= truth * (1 + 1e-6)
+            assert bounds.short <= truth * (1 + 1e-6)
             if truth < math.inf:
-                shares.append(Bounds(divided=bounds.divided / truth, whole=bounds.whole / truth))
+                shares.append(
+                    Bounds(*(each / truth for each in (bounds.divided, bounds.whole, bounds.short)))
+                )
     assert median(one.divided for one in shares) > 0.8  # four layers on four stages are not parts
     assert max(one.divided for one in shares) * 1.02 > 1.0  # a bound 2 % higher would be noticed
     assert max(one.whole for one in shares) * 1.01 > 1.0
+    assert max(one.short for one in shares) * 1.01 > 1.0
 
 
 @pytest.mark.slow
@@ -108,4 +114,19 @@ def test_no_cut_with_layers_on_the_host_is_below_either(kind: ScheduleKind, seed
     case = on_host(random_case(seed, kind=kind, most_layers=4, room=0.8))
     truth = brute_force(case).seconds
     bounds = bounds_of(case, truth)
-    assert max(bounds.divided, bounds.whole) <= truth * (1 + 1e-6)
+    assert max(bounds.divided, bounds.whole, bounds.short) <= truth * (1 + 1e-6)
+
+
+def test_short_stages_wait_for_more_of_what_is_on_the_host() -> None:
+    case = equal_case(PIPELINE, SAVING, room=0.5)
+    best = choose_stages(case.question, effort=THOROUGH).best
+    assert best
+    chains = Chains(first_chains(case.question.arrangement.schedule, case.question.shape))
+    chooser = Chooser(case.question, THOROUGH, chains)
+    chooser.ask(best.seconds, THOROUGH)
+    below = 0.97 * best.seconds - chooser.once
+    divided = chooser.divisible().solve(enough_seconds=math.inf, most_simulated=60).bound_seconds
+    shorter = chooser.last_divisible().with_short_stages(below_seconds=below)
+    print(divided / best.seconds, shorter / best.seconds, below / best.seconds)
+    assert divided < 0.96 * below
+    assert shorter == below
