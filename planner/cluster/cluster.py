@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from functools import cached_property
-from typing import Any, Self, TypeVar
+from typing import TypeVar
 
 from autopar.planner.errors import InputError
 from autopar.planner.files import (
@@ -23,10 +23,9 @@ from autopar.planner.files import (
 from autopar.planner.precision import RowEnum
 
 
-class Topology(StrEnum):
+class Topology(RowEnum):
     """How the units of one level are wired together."""
 
-    _value_: str
     ring_directions: int  # in which a unit sends to a neighbour; 0: it reaches every other unit
     has_trees: bool  # messages may take a tree of units
     has_own_links: bool  # to each other unit; the rate is their sum
@@ -37,13 +36,6 @@ class Topology(StrEnum):
     TREE = "tree", 0, True, False  # units under switches that pass messages on
     MESH = "mesh", 0, True, True
     SWITCH = "switch", 0, True, False  # every unit reaches every other at its full rate
-
-    def __new__(cls, name: str, *row: Any) -> Self:
-        """Return a topology whose attributes have the values of its row."""
-        one = str.__new__(cls, name)
-        one._value_ = name
-        one.ring_directions, one.has_trees, one.has_own_links = row
-        return one
 
 
 class Backend(StrEnum):

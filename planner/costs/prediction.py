@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from enum import IntEnum, StrEnum
+from enum import IntEnum
 from typing import Any, Self
 
 from autopar.planner.costs.collectives.conversions import NO_STATISTICS, Statistics
@@ -37,10 +37,9 @@ from autopar.planner.precision import (
 )
 
 
-class Recompute(StrEnum):
+class Recompute(RowEnum):
     """How a layer saves memory until its backward."""
 
-    _value_: str
     runs_again: bool
     # of a layer that runs again: the ops whose results it saves besides its inputs; None: no op
     saved_ops: Callable[[Op, Kernels], bool] | None
@@ -56,14 +55,6 @@ class Recompute(StrEnum):
     CHUNKED = "chunked", False, None, True, ("CHUNKED",), True, False
     HOST = "host", False, None, True, ("ON_HOST",), False, True
     FULL_HOST = "full-host", True, None, True, ("RECOMPUTED", "ON_HOST"), False, True
-
-    def __new__(cls, name: str, *row: Any) -> Self:
-        """Return a mode with the columns of its row."""
-        one = str.__new__(cls, name)
-        one._value_ = name
-        one.runs_again, one.saved_ops, one.compiles, one.tables = row[:4]
-        one.makes_chunks, one.is_on_host = row[4:]
-        return one
 
     @property
     def wraps_layers(self) -> bool:
@@ -86,10 +77,9 @@ class Recompute(StrEnum):
         return self.saved_ops is not None and self.saved_ops(op, kernels)
 
 
-class Offload(StrEnum):
+class Offload(RowEnum):
     """What lies in the host's memory instead of the device's."""
 
-    _value_: str
     has_states: bool  # gradients and optimizer states; then the optimizer runs on the CPU
     has_outer: bool  # the state of local steps' outer optimizer, which then runs on the CPU
     words: str
@@ -101,13 +91,6 @@ class Offload(StrEnum):
         "gradients and optimizer states are in the host's memory, where the optimizer runs",
     )
     OUTER = "outer", False, True, "outer optimizer on the host", ""
-
-    def __new__(cls, name: str, *row: Any) -> Self:
-        """Return a choice with the columns of its row."""
-        one = str.__new__(cls, name)
-        one._value_ = name
-        one.has_states, one.has_outer, one.words, one.meaning = row
-        return one
 
 
 class Zero(IntEnum):

@@ -151,9 +151,7 @@ def ways(
         if protocol.crosses_networks or shape.nodes == 1
         for way in _priced(
             collective,
-            _Message(
-                payload_bytes=payload_bytes, shape=shape, protocol=protocol, constants=constants
-            ),
+            _Sent(payload_bytes=payload_bytes, shape=shape, protocol=protocol, constants=constants),
         )
     )
 
@@ -170,7 +168,7 @@ def _measured(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Message:
+class _Sent:
     """The payload of a group, and the protocol with which it is sent."""
 
     payload_bytes: float
@@ -191,7 +189,7 @@ class _Message:
 _Timed = tuple[str, float, float]
 
 
-def _priced(collective: Collective, message: _Message) -> Iterator[PricedAlgorithm]:
+def _priced(collective: Collective, message: _Sent) -> Iterator[PricedAlgorithm]:
     """Yield the times of algorithms with one protocol.
 
     T = base + t + √(ρ·W): t is the algorithm's time, W is that time without latency. A payload cut
@@ -209,7 +207,7 @@ def _priced(collective: Collective, message: _Message) -> Iterator[PricedAlgorit
         )
 
 
-def _times(collective: Collective, message: _Message) -> Iterator[_Timed]:
+def _times(collective: Collective, message: _Sent) -> Iterator[_Timed]:
     """Yield each algorithm with its times."""
     if collective is Collective.POINT_TO_POINT:
         yield _point_to_point(message)
@@ -231,7 +229,7 @@ def ring_hops(shape: GroupShape) -> tuple[int, ...]:
     return tuple(inner - outer for inner, outer in pairwise(units))
 
 
-def _ring(collective: Collective, message: _Message) -> _Timed:
+def _ring(collective: Collective, message: _Sent) -> _Timed:
     """Return the times of a ring over all levels, at the rate of the narrowest cut.
 
     Each round waits for the latency of n − 1 hops; an all-reduce has two rounds. A broadcast passes
@@ -258,7 +256,7 @@ def _ring(collective: Collective, message: _Message) -> _Timed:
     return name, hops_seconds + wire, wire
 
 
-def _tree(collective: Collective, message: _Message) -> Iterator[_Timed]:
+def _tree(collective: Collective, message: _Sent) -> Iterator[_Timed]:
     """Yield the times of trees between nodes; in each node is a chain or a summing switch.
 
     A broadcast goes down the trees with half of the tensor on each: an inner node sends each half
@@ -300,7 +298,7 @@ def _tree(collective: Collective, message: _Message) -> Iterator[_Timed]:
     yield "in-switch and tree", setup + 2 * climb + wire, wire
 
 
-def _tree_depth_seconds(message: _Message) -> float:
+def _tree_depth_seconds(message: _Sent) -> float:
     """Return the latency from the farthest leaf to the root: through its node, up the trees."""
     seconds = 0.0
     for crossing in message.shape.crossings:
@@ -312,7 +310,7 @@ def _tree_depth_seconds(message: _Message) -> float:
     return seconds
 
 
-def _point_to_point(message: _Message) -> _Timed:
+def _point_to_point(message: _Sent) -> _Timed:
     """Return the times of one message: T = α + S/β. Leaves out waiting for the receiver."""
     crossing = message.shape.crossings[-1]
     share = message.protocol.fraction * message.constants.point_to_point_fraction
@@ -320,14 +318,14 @@ def _point_to_point(message: _Message) -> _Timed:
     return "direct", message.hop_seconds(crossing) + wire, wire
 
 
-def _all_to_all(message: _Message) -> _Timed:
+def _all_to_all(message: _Sent) -> _Timed:
     """Return the times at the slowest cut: all pieces for ranks behind a cut cross it."""
     every = [_across(message, crossing) for crossing in message.shape.crossings]
     name, seconds, _ = max(every, key=lambda one: one[1])
     return name, seconds, max(wire for _, _, wire in every)
 
 
-def _across(message: _Message, crossing: CrossedLevel) -> _Timed:
+def _across(message: _Sent, crossing: CrossedLevel) -> _Timed:
     """Return the times of an all-to-all as if only this level limited it.
 
     On a ring, pieces wait for the hops of the whole ring. Otherwise n − 1 messages start one after

@@ -104,8 +104,7 @@ class Chooser:
 
     def last_divisible(self) -> Divisible:
         """Return that program for a question after which it cannot be asked again."""
-        program = self.divisible()
-        self._divisible.clear()
+        program, self._divisible = self.divisible(), {}
         return program
 
     @property
@@ -148,8 +147,7 @@ class Chooser:
             if answer is None:
                 return CutAnswer(best=None, compares_all=False)
             self._priced[cut] = answer
-            best = self.best.seconds if self.best else math.inf
-            if answer.best and answer.best.seconds < best:
+            if answer.best and (not self.best or answer.best.seconds < self.best.seconds):
                 self.best = answer.best
         return self._priced[cut]
 
