@@ -77,7 +77,7 @@ def test_fewer_layers_than_stages_are_refused_with_what_the_plan_has() -> None:
 
 @pytest.mark.slow
 def test_the_command_says_which_model_it_verified(autopar: Autopar, tmp_path: Path) -> None:
-    large = pinned_plan("gpt2.py", ("size=124m",), data=2, global_batch=16, device="h100-sxm")
+    large = pinned_plan("gpt2.py", ("layers=8",), data=2, global_batch=16, device="h100-sxm")
     write_plan(large, tmp_path / "plan.json")
     script = write_script(large, tmp_path)
     text = script.read_text(encoding="utf-8")

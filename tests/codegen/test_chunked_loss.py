@@ -33,7 +33,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "halves": {"pipeline": 2, **ZBV},
     "all": {"pipeline": 2, "tensor": 2, "split": ("vocab",), "microbatch": 2},
 }
-STAND = ("zero 3", "vocabulary", "halves")
+STAND = ("zero 3", "vocabulary")
 
 
 def chunked(kind: str, model: str = "llama.py") -> Plan:

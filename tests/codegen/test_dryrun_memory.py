@@ -27,12 +27,12 @@ SHAPE = (
 
 STAND = (
     ("dp=4,zero=2,microbatch=1", 8, 1, "bf16"),
-    ("pp=2,tp=2,schedule=1f1b,microbatch=1", 3, 3, "bf16"),
     ("pp=4,schedule=interleaved-zero-bubble,microbatch=1", 8, 2, "bf16"),
     # One microbatch: gradients come while activations go.
     ("dp=2,tp=2,zero=1,microbatch=2", 4, 1, "bf16"),
 )
 MORE = (
+    ("pp=2,tp=2,schedule=1f1b,microbatch=1", 3, 3, "bf16"),
     ("dp=2,tp=2,zero=3,microbatch=1", 8, 3, "fp16"),
     ("dp=4,zero=1,microbatch=1", 8, 1, "fp16"),
     ("dp=4,zero=2,microbatch=2", 8, 1, "bf16"),

@@ -16,7 +16,6 @@ from autopar.planner.errors import AutoparError
 from autopar.runtime.ranks.mesh import start
 from tests.cells import cells
 from tests.codegen.equality import compare
-from tests.codegen.kinds import plan_of as plan_of_kind
 from tests.codegen.matrix import TOLERANCE, compare_cell, plan_of, split_axes, worst_of
 from tests.codegen.matrix_cells import KINDS, REFUSED, SUBJECTS, axes_of, is_applicable
 from tests.codegen.padding import Padding, padded
@@ -42,15 +41,14 @@ def chosen() -> list[tuple[str, str]]:
 # Others stand for these: with fewer ranks, with the same axes and another level of sharding, or
 # another schedule of the same stages.
 STAND = {
-    "ddp 4", "tp+sp 4",
+    "ddp 4",
     "zero-2 2", "zero-3 4", "hsdp zero-3 4", "chosen tp 2", "vocabulary 2", "pp gpipe 2",
-    "pp 1f1b 4", "pp interleaved-1f1b 2", "pp zb 2", "zero-1×pp 4", "zero-3×tp+sp 4",
+    "pp 1f1b 4", "pp interleaved-1f1b 2", "pp zb 2", "zero-3×tp+sp 4",
     "zero-1×tp×pp 8", "full zero-3 2", "selective pp 2", "full pp zero-bubble-v 2",
-    "host zero-3 2", "host zero-1×pp 4",
-    "saved there ddp 2", "saved there tp+sp 2", "saved there pp interleaved-1f1b 2",
-    "inputs there ddp 2", "inputs there tp+sp 2",
+    "host zero-3 2",
+    "saved there tp+sp 2", "saved there pp interleaved-1f1b 2", "inputs there tp+sp 2",
 }  # fmt: skip
-IN_SINGLE_TOO = ("zero-3 2", "pp zero-bubble-v 2")
+IN_SINGLE_TOO = ("pp zero-bubble-v 2",)
 
 
 @pytest.mark.parametrize(
@@ -67,12 +65,6 @@ def test_images_that_lie_by_pixels_are_learnt_alike() -> None:
     plan = pinned_plan("resnet.py", data=2, global_batch=4, device="h100-sxm")
     assert "channels_last=IMAGES" in emit(plan, destination=Path("train.py"))
     assert compare(plan, steps=2).is_within(1e-9)
-
-
-def test_synthetic_batches_are_learnt_alike() -> None:
-    found = compare(plan_of_kind("tp_dp"), data="synthetic", steps=3)
-    assert found.is_within(1e-10), found
-    assert found.losses[-1] < found.losses[0]
 
 
 @pytest.mark.parametrize("kind", cells(IN_SINGLE, IN_SINGLE_TOO))

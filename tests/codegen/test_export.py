@@ -48,7 +48,7 @@ FAMILIES = (
     "Whisper", "ViT", "ResNet",
 )  # fmt: skip
 LORA = PLAIN_KINDS["LoRA"]
-STAND_OF_FAMILIES = (("GPT-2", "tp 2"), ("ViT", "zero-3 2"))
+STAND_OF_FAMILIES = (("ViT", "zero-3 2"),)  # tests/examples/ exports a decoder from tensor ranks
 OF_FAMILIES = list(product(FAMILIES, ("dp 2", "tp 2", "pp 2", "zero-3 2")))
 
 
@@ -217,10 +217,11 @@ def test_a_folder_of_shards_says_where_each_tensor_lies(tmp_path: Path) -> None:
     assert not differing({name: held[name] for name in index["weight_map"]}, again)
 
 
+# tests/examples/ exports adapters, tests/runtime/weights/test_saved_form.py reads them.
 ADAPTERS = Subject(path=MODELS / "peft_adapters.py")
 
 
-@pytest.mark.parametrize("kind", cells(("dp 2", "zero-3 2", "tp 2", "pp 2"), ("tp 2",)))
+@pytest.mark.parametrize("kind", cells(("dp 2", "zero-3 2", "tp 2", "pp 2"), ()))
 def test_of_a_model_with_adapters_these_alone_are_exported(kind: str, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     plan = trial.plan_of(ADAPTERS, replace(FIELD_KINDS[kind], microbatch=2))

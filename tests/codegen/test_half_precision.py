@@ -74,7 +74,7 @@ def ranks_of(plan: Plan, folder: Path, *, first_scale: float) -> list[RankTraine
     )
 
 
-@pytest.mark.parametrize("kind", cells((*FEW, *MORE), ("zero1", "tp", "zero_bubble_v")))
+@pytest.mark.parametrize("kind", cells((*FEW, *MORE), ("tp", "zero_bubble_v")))
 def test_losses_follow_those_of_one_process_in_fp32(kind: str, tmp_path: Path) -> None:
     plan = half_plan(kind)
     found = ranks_of(plan, tmp_path, first_scale=2.0**12)[0].losses
@@ -84,7 +84,7 @@ def test_losses_follow_those_of_one_process_in_fp32(kind: str, tmp_path: Path) -
     assert found == pytest.approx(expected, rel=ROUNDING)
 
 
-@pytest.mark.parametrize("kind", cells(("zero1", "zero3", "tp", "pp", "all"), ("zero3", "pp")))
+@pytest.mark.parametrize("kind", cells(("zero1", "zero3", "tp", "pp", "all"), ("pp",)))
 def test_a_step_that_overflows_is_taken_by_no_rank(kind: str, tmp_path: Path) -> None:
     plan = half_plan(kind)
     # Gradients of losses times 2^22 and 2^21 do not fit fp16.

@@ -41,7 +41,7 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
 }
 CELLS = [(form, way) for form in FORMS for way in WAYS]
 TURNS = ("tp", "rows over tp", "pp", "tp pp", "tp of layers")
-STAND = {(form, TURNS[number % len(TURNS)]) for number, form in enumerate(FORMS) if number % 2 == 0}
+STAND = {(form, TURNS[number % len(TURNS)]) for number, form in enumerate(FORMS) if number % 3 == 0}
 STAND |= {("loss and logits", "tp"), ("loss and logits", "rows over tp")}
 
 

@@ -45,7 +45,6 @@ STAND = {
     ("DiT", "pp"),
     ("two towers", "dp whole"),
     ("masked experts", "dp"),
-    ("LoRA", "pp"),
     ("nanoGPT", "dp tp"),
 }
 

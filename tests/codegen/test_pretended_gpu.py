@@ -26,8 +26,8 @@ Job = tuple[Path, int, int]  # a script, the rank and how many there are
 
 # torch's own checkpoint, too, aborts the process on a device that is written in Python.
 NOTHING_RUNS_AGAIN = (RecomputePin(modules="*", mode=Recompute.NONE),)
-VARIED = ("zero_bubble_v", "all")  # whose ranks shard parameters as those of zero3 do
-MORE = ("zero1", "zero3", "vocab")
+VARIED = ("all",)  # whose ranks shard parameters as those of zero3 do
+MORE = ("zero1", "zero3", "vocab", "zero_bubble_v")
 
 
 def dry_runs(jobs: Sequence[Job]) -> list[dict[str, Any]]:

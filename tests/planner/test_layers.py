@@ -64,12 +64,6 @@ def test_twelve_blocks_are_one_run() -> None:
     assert ("Block", 12) in runs_of(layers_of("gpt2.py", "size=124m"))
 
 
-def test_depth_adds_no_classes() -> None:
-    shallow, deep = layers_of("llama.py", "layers=3"), layers_of("llama.py", "layers=24")
-    assert len(shallow.classes) == len(deep.classes)
-    assert len(deep.layers) - len(shallow.layers) == 21
-
-
 def test_the_first_block_of_each_t5_stack_is_a_class_of_its_own() -> None:
     graph = family_graph("T5")
     layers = find_layers(graph, infer_axes(graph))

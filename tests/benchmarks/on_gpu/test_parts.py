@@ -51,6 +51,7 @@ def test_norms_over_ranks_are_the_norm_of_one() -> None:
         assert apart < (0.01 if row.cells["type"] == "bfloat16" else 1e-5)
 
 
+@pytest.mark.more_cells
 def test_a_script_of_late_processes_trains_as_one_process(tmp_path: Path) -> None:
     case = next(case for case in CASES if case.name == "ZeRO-1")
     one = written(case, str(tmp_path))

@@ -13,6 +13,7 @@ from autopar.planner.plan.declared.constraints import RecomputePin
 from tests.codegen.kinds import KINDS
 from tests.codegen.plans import pinned_plan
 
+pytestmark = pytest.mark.usefixtures("forked_python")
 # torch's own, which keeps the generators of devices of positional tensors alone
 BY_KEYWORD = """again = partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
         layer.forward = partial(lambda run, x: again(lambda y: run(y), y=x), layer.forward)"""

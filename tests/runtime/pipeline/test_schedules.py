@@ -152,7 +152,7 @@ def test_every_schedule_trains_as_one_process(kind: str) -> None:
 LEVELS = [(kind, zero) for kind in PER_RANK for zero in _zero_levels(kind)]
 TIED = [(*level, tied) for level in LEVELS for tied in (False, True)]
 EVERY_SECOND = [(*level, bool(number % 2)) for number, level in enumerate(LEVELS)]
-STAND = EVERY_SECOND[::2] + EVERY_SECOND[1::4]
+STAND = EVERY_SECOND[::2]
 
 
 @pytest.mark.parametrize(("kind", "zero", "tied"), cells(TIED, STAND))
@@ -190,14 +190,17 @@ def test_stages_may_be_frozen_and_inputs_need_no_gradient(
     _check(4, kind, pipeline, zero, frozen=True)
 
 
+RECOMPUTED = [
+    ("interleaved-1f1b", 2, "selective"),
+    ("1f1b", 3, "full"),
+    ("zero-bubble-v", 1, "selective"),
+    ("zero-bubble-v", 1, "full"),
+]
+
+
 @pytest.mark.parametrize(
     ("kind", "zero", "mode"),
-    [
-        ("1f1b", 3, "full"),
-        ("interleaved-1f1b", 2, "selective"),
-        ("zero-bubble-v", 1, "selective"),
-        ("zero-bubble-v", 1, "full"),
-    ],
+    cells(RECOMPUTED, RECOMPUTED[::3]),
 )
 def test_recomputation_changes_nothing(kind: str, zero: int, mode: Mode) -> None:
     _check(4, kind, 2, zero, mode=mode)

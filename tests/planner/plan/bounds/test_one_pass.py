@@ -18,7 +18,7 @@ from autopar.planner.plan.bounds.least import (
     least_recompute_seconds,
 )
 from autopar.planner.plan.bounds.step import LayoutFacts, facts_of
-from tests.planner.programs.stages.stage_cases import MODES, StageCase, whole_case
+from tests.planner.programs.stages.stage_cases import StageCase, different, whole_case
 
 ROUNDING = 1 + 1e-9
 
@@ -41,7 +41,7 @@ class Way:
 def ways(case: StageCase) -> list[Way]:
     """Return every way to run the layers."""
     question = case.question
-    every = product(*([one[mode] for mode in MODES] for one in question.rows[0]))
+    every = product(*([one[mode] for mode in different(one)] for one in question.rows[0]))
     return [
         Way(
             costs,

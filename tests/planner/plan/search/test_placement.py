@@ -68,7 +68,7 @@ def plan_of(case: Case) -> Plan:
     return planned(TINY_GPT2, case.cluster(), global_batch=case.batch, precision="fp16")
 
 
-@pytest.mark.parametrize("case", cells((*SWAPPED, *MORE_SWAPPED), SWAPPED[:3]), ids=str)
+@pytest.mark.parametrize("case", cells((*SWAPPED, *MORE_SWAPPED), SWAPPED[:2]), ids=str)
 def test_swapping_nodes_changes_no_figure(case: Case) -> None:
     plan, other = plan_of(case), plan_of(replace(case, nodes=case.nodes[::-1]))
     proofs = [replace(one.proof, search_seconds=0.0) for one in (plan, other)]
@@ -101,10 +101,10 @@ PINNED = [(case, degree) for case in SMALL for degree in (2, 3) if not case.clus
 @pytest.mark.parametrize(
     ("case", "pipeline"),
     [
-        *cells(PINNED, PINNED[::2]),
+        *cells(PINNED, PINNED[::4]),
         *cells(
             [(case, None) for case in SMALL[1::2]],
-            [(case, None) for case in SMALL if case.cluster().size == 2],
+            [(case, None) for case in SMALL[1:2]],
         ),
     ],
     ids=str,

@@ -108,7 +108,7 @@ def assert_sound(plan: Plan, model: tuple[str, ...]) -> None:
     ("name", "devices"),
     cells(
         [*product(ZOO_MODELS, (4, 8)), *product(("gpt2.py", "mnist.py", "resnet.py"), (2,))],
-        [*product(ZOO_MODELS, (4,)), ("mnist.py", 2), ("gpt2.py", 8)],
+        [*product(ZOO_MODELS, (4,)), ("mnist.py", 2)],
     ),
 )
 def test_every_zoo_model_has_a_sound_and_proved_plan(name: str, devices: int) -> None:

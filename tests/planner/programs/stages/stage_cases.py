@@ -293,12 +293,12 @@ def _ways(question: StageQuestion, first: int, stop: int) -> list[list[LayerCost
     order = -1 if question.arrangement.is_one_pass else 1
     return [
         [one[mode] for one, mode in zip(row, modes, strict=True)]
-        for modes in product(*map(_different, row))
+        for modes in product(*map(different, row))
         if _keeps_most_first(row[::order], modes[::order])
     ]
 
 
-def _different(modes: Modes) -> list[Recompute]:
+def different(modes: Modes) -> list[Recompute]:
     """Return the modes that differ in cost."""
     plain = modes[Recompute.NONE]
     return [mode for mode in MODES if mode is Recompute.NONE or modes[mode] is not plain]

@@ -51,7 +51,7 @@ PIPELINES = tuple(
 )
 WHOLE = tuple((zero, room, seed) for zero in Zero for room in (0.9, 0.6) for seed in (1, 2))
 RANDOM = range(500)
-FEW = range(40)
+FEW = range(20)
 EACH = (0, 1, 4, 8, 9)  # each schedule and each room of random_several
 SEVERAL = (
     ScheduleKind.INTERLEAVED_1F1B,
@@ -79,7 +79,9 @@ def found_seconds(answer: StageAnswer) -> float:
     return answer.best.seconds if answer.best else math.inf
 
 
-@pytest.mark.parametrize(("kind", "room", "seed"), PIPELINES)
+@pytest.mark.parametrize(
+    ("kind", "room", "seed"), cells(PIPELINES, [one for one in PIPELINES if one[2] != 2])
+)
 def test_a_pipeline_is_the_best_of_all_cuts_and_modes(
     kind: ScheduleKind, room: float, seed: int
 ) -> None:
@@ -117,7 +119,7 @@ def test_one_stage_runs_in_the_best_of_all_mixes(zero: Zero, room: float, seed: 
 def test_layers_save_on_the_host_where_that_is_faster_and_fits(room: float) -> None:
     is_faster = []
     for seed in (1, 2):
-        case = whole_case(seed, zero=Zero.NONE, layers=5, room=room)
+        case = whole_case(seed, zero=Zero.NONE, layers=4, room=room)
         there = on_host(case)
         truth, found = brute_force(there).seconds, found_seconds(choose_stages(there.question))
         assert found == pytest.approx(truth, rel=1e-9)
@@ -231,7 +233,7 @@ def test_what_is_beaten_already_is_not_found(seed: int) -> None:
     assert truth * 0.98 / ROUNDING <= answer.bound_seconds <= truth * ROUNDING
 
 
-@pytest.mark.parametrize("seeds", [range(60)], ids=len)
+@pytest.mark.parametrize("seeds", cells((FEW, range(60)), (FEW,)), ids=len)
 def test_stages_too_long_for_the_cutoff_may_be_the_only_ones_that_fit(seeds: range) -> None:
     beaten = 0
     for seed in seeds:
