@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from autopar.planner.errors import InputError
@@ -14,36 +13,30 @@ _COLORS = [f"var(--c{number})" for number in range(1, 10)]
 
 Row = Mapping[str, object]  # a mark: its values by field, and its `words`, which hovering shows
 Encoding = dict[str, Any]
+Marks = Mapping[str, Any]  # a layer of a chart, in the terms of Vega-Lite
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chart:
-    """A chart's marks, in the terms of Vega-Lite; `svg` draws them in any width."""
-
-    layers: tuple[Mapping[str, Any], ...]
-    height: int | Mapping[str, int]
-
-    def svg(self, width: int) -> str:
-        """Return the chart as an <svg> element of a width in pixels, its axes included."""
-        try:
-            import vl_convert  # only reports need it
-        except ImportError:
-            raise InputError(
-                "the charts of a report need the package vl-convert-python",
-                fix='pip install "autopar[report]"',
-            ) from None
-        drawn: str = vl_convert.vegalite_to_svg(
-            {
-                "width": width,
-                "height": self.height,
-                "autosize": {"type": "fit-x", "contains": "padding"},
-                "background": None,
-                "padding": 2,
-                "layer": list(self.layers),
-                "config": _config(width),
-            }
-        )
-        return drawn
+def svg(layers: Sequence[Marks], height: int | Mapping[str, int], width: int) -> str:
+    """Return a chart as an <svg> element of a width in pixels, its axes included."""
+    try:
+        import vl_convert  # only reports need it
+    except ImportError:
+        raise InputError(
+            "the charts of a report need the package vl-convert-python",
+            fix='pip install "autopar[report]"',
+        ) from None
+    drawn: str = vl_convert.vegalite_to_svg(
+        {
+            "width": width,
+            "height": height,
+            "autosize": {"type": "fit-x", "contains": "padding"},
+            "background": None,
+            "padding": 2,
+            "layer": list(layers),
+            "config": _config(width),
+        }
+    )
+    return drawn
 
 
 def _config(width: int) -> Mapping[str, Any]:
@@ -60,7 +53,7 @@ def _config(width: int) -> Mapping[str, Any]:
     }
 
 
-def marks(kind: str, rows: Sequence[Row], encoding: Encoding, **settings: Any) -> Mapping[str, Any]:
+def marks(kind: str, rows: Sequence[Row], encoding: Encoding, **settings: Any) -> Marks:
     """Return a layer of marks of a kind; hovering over a mark shows its row's words."""
     return {
         "data": {"values": list(rows)},
@@ -87,7 +80,7 @@ def color(field: str, names: Sequence[str]) -> Encoding:
     return {"field": field, "type": "nominal", "scale": scale, "legend": {} if names[1:] else None}
 
 
-def rule(at: float, words: str, axis: str = "y") -> Mapping[str, Any]:
+def rule(at: float, words: str, axis: str = "y") -> Marks:
     """Return a dashed line at a value of an axis."""
     encoding = {axis: {"field": "at", "type": "quantitative"}}
     line = {"strokeDash": [5, 4], "color": _INK}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
-from autopar.pages.charts import WIDTHS, Chart, color, marks, name, number, rule
+from autopar.pages.charts import WIDTHS, Marks, color, marks, name, number, rule, svg
 from autopar.planner.cluster.toml_reading import bytes_text, seconds_text
 from autopar.planner.costs.prediction import Recompute
 from autopar.planner.plan.plan import StoredPlan
@@ -34,16 +34,16 @@ class Figure:
 
     title: str
     text: str
-    chart: Chart | None
     head: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
+    layers: tuple[Marks, ...] = ()  # of the chart, if there is one
+    height: int | Mapping[str, int] = 0  # of the chart, or of each of its rows
 
     @property
     def charts(self) -> Mapping[str, Markup]:
         """The chart for each width of a screen; its text is escaped by the library."""
-        if self.chart is None:
-            return {}
-        return {at: Markup(self.chart.svg(width)) for at, width in WIDTHS.items()}
+        widths = WIDTHS.items() if self.layers else ()
+        return {at: Markup(svg(self.layers, self.height, width)) for at, width in widths}
 
 
 def plan_figures(plan: StoredPlan, why: Explanation) -> Iterator[Figure]:
@@ -99,9 +99,8 @@ def _plans(plan: StoredPlan) -> Figure:
     return Figure(
         title="Plans",
         text="The best plans of the search: the time of a step, and the memory that it needs.",
-        chart=Chart(
-            layers=(marks("point", rows, encoding, size=110, filled=True, opacity=0.9),), height=240
-        ),
+        layers=(marks("point", rows, encoding, size=110, filled=True, opacity=0.9),),
+        height=240,
         head=("plan", "arrangement", "step", "memory"),
         rows=tuple(
             (kind, text, seconds_text(seconds), bytes_text(size))
@@ -131,13 +130,11 @@ def _terms(plan: StoredPlan, why: Explanation) -> Figure:
     return Figure(
         title="Where the step goes",
         text=f"{why.reasons[0]}.",
-        chart=Chart(
-            layers=(
-                marks("bar", rows, encoding, color="var(--c1)"),
-                marks("text", rows, labels, align="left", dx=4),
-            ),
-            height={"step": 26},
+        layers=(
+            marks("bar", rows, encoding, color="var(--c1)"),
+            marks("text", rows, labels, align="left", dx=4),
         ),
+        height={"step": 26},
         head=("term", "time", "share", "from"),
         rows=tuple((term, seconds_text(s), f"{percent}%", of) for term, s, percent, of in terms),
     )
@@ -190,10 +187,8 @@ def _schedule(plan: StoredPlan, timeline: Timeline) -> Figure:
         title="Schedule",
         text=f"{plan.arrangement.schedule}, {drawn}. Gaps are waits. After the pipeline, "
         f"{seconds_text(timeline.rest_seconds)} go to the last reductions and the optimizer.",
-        chart=Chart(
-            layers=(marks("bar", rows, encoding, stroke="var(--page)", strokeWidth=width),),
-            height={"step": 24},
-        ),
+        layers=(marks("bar", rows, encoding, stroke="var(--page)", strokeWidth=width),),
+        height={"step": 24},
         head=("rank", "busy", "waits"),
         rows=tuple(
             (str(rank), seconds_text(one), f"{1 - one / timeline.pipeline_seconds:.0%}")
@@ -231,13 +226,11 @@ def _memory(plan: StoredPlan, why: Explanation) -> Figure:
     return Figure(
         title="Memory of a device",
         text=f"The dashed line is the limit, {bytes_text(limit)}.",
-        chart=Chart(
-            layers=(
-                marks("bar", rows, encoding),
-                rule(limit / _GIB, f"limit: {bytes_text(limit)}", axis="x"),
-            ),
-            height={"step": 26},
+        layers=(
+            marks("bar", rows, encoding),
+            rule(limit / _GIB, f"limit: {bytes_text(limit)}", axis="x"),
         ),
+        height={"step": 26},
         head=("rank", *used, "together"),
         rows=tuple(
             (
@@ -273,13 +266,11 @@ def _memory_over_step(plan: StoredPlan, timeline: Timeline) -> Figure:
         title="Memory over the step",
         text="Activations grow with every forward and shrink with every backward. Between the "
         "least and the predicted peak they are drawn in proportion to the microbatches in flight.",
-        chart=Chart(
-            layers=(
-                marks("line", rows, encoding, interpolate="step-after"),
-                rule(limit / _GIB, f"limit: {bytes_text(limit)}"),
-            ),
-            height=220,
+        layers=(
+            marks("line", rows, encoding, interpolate="step-after"),
+            rule(limit / _GIB, f"limit: {bytes_text(limit)}"),
         ),
+        height=220,
         head=("rank", "least", "most"),
         rows=tuple(_least_and_most(rank, records) for rank in drawn),
     )
@@ -314,10 +305,8 @@ def _layers(plan: StoredPlan) -> Figure:
         title="Layers and ranks",
         text="Which pipeline rank has which layers, and whether their activations are kept for the "
         "backward or computed again.",
-        chart=Chart(
-            layers=(marks("bar", rows, encoding, stroke="var(--page)", strokeWidth=0.5),),
-            height={"step": 24},
-        ),
+        layers=(marks("bar", rows, encoding, stroke="var(--page)", strokeWidth=0.5),),
+        height={"step": 24},
         head=("stage", "rank", "layers", "recompute", "forward", "backward"),
         rows=tuple(
             (
@@ -346,7 +335,6 @@ def _layouts(plan: StoredPlan) -> Figure:
     return Figure(
         title="Splits inside layers",
         text=f"{split}; each class of equal layers is listed once.",
-        chart=None,
         head=("class", "layers", "module", "op", "axis", "result"),
         rows=tuple(rows),
     )
@@ -379,7 +367,8 @@ def _messages(plan: StoredPlan) -> Figure:
         text="What the busiest rank sends in a step, and how long it waits for that."
         if terms
         else "No rank sends anything.",
-        chart=Chart(layers=(marks("bar", rows, encoding),), height={"step": 30}) if terms else None,
+        layers=(marks("bar", rows, encoding),) if terms else (),
+        height={"step": 30},
         head=("reason", "collective", "ranks", "times", "bytes", "time", "exposed"),
         rows=tuple(
             (

@@ -9,7 +9,7 @@ from typing import TypeAlias
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from autopar.pages.charts import Chart, Row, color, marks, name, number, rule
+from autopar.pages.charts import Row, color, marks, name, number, rule
 from autopar.pages.figures import Figure, plan_figures
 from autopar.pages.plan_page import figure_text
 from autopar.planner.cluster.toml_reading import bytes_text, seconds_text
@@ -112,14 +112,12 @@ def _counts(plan: StoredPlan) -> Figure:
         title="Numbers of devices",
         text="What the best plan for each number of devices does in a second. On the dashed line, "
         "each device would add as much as the first ones.",
-        chart=Chart(
-            layers=(
-                marks("line", straight, encoding, strokeDash=dashes, color="var(--ink)"),
-                marks("line", rows, encoding, color="var(--c2)"),
-                marks("point", rows, points, size=110, filled=True),
-            ),
-            height=240,
+        layers=(
+            marks("line", straight, encoding, strokeDash=dashes, color="var(--ink)"),
+            marks("line", rows, encoding, color="var(--c2)"),
+            marks("point", rows, points, size=110, filled=True),
         ),
+        height=240,
         head=("devices", "arrangement", "step", f"{unit} a second", "efficiency", "USD an hour"),
         rows=tuple(
             (
@@ -159,13 +157,11 @@ def _measured(run: AnalyzedRun) -> Figure:
     return Figure(
         title="Measured and predicted",
         text=f"Medians of {found.compared_steps} steps of the run, and the prediction.{on_planned}",
-        chart=Chart(
-            layers=(
-                marks("bar", rows, encoding, color="var(--c1)"),
-                rule(1.0, "as predicted", axis="x"),
-            ),
-            height={"step": 26},
+        layers=(
+            marks("bar", rows, encoding, color="var(--c1)"),
+            rule(1.0, "as predicted", axis="x"),
         ),
+        height={"step": 26},
         head=("figure", "measured", "predicted", "ratio"),
         rows=tuple(
             (
@@ -221,7 +217,8 @@ def _curve(title: str, text: str, points: Sequence[_Point], line: float | None) 
     return Figure(
         title=title,
         text=text,
-        chart=Chart(layers=(marks("line", rows, encoding, point=True), *predicted), height=220),
+        layers=(marks("line", rows, encoding, point=True), *predicted),
+        height=220,
         head=("", "step", "value"),
         rows=tuple((kind, str(step), f"{value:.4g}") for kind, step, value in points),
     )

@@ -56,21 +56,6 @@ class StandIn(NamedTuple):
     original: nn.Parameter | None  # an optimizer may read its class and attributes
 
 
-class _Stepped(NamedTuple):
-    optimizer: Any
-    draws: bool  # whether its update draws random numbers
-
-
-def optimizer_traits(model_file: ModelFile, graph: Graph) -> OptimizerTraits | None:
-    """Return the properties of the model's optimizer, or of AdamW if the model file builds none.
-
-    None if the optimizer cannot be tried here. Raises for an optimizer or scheduler that a script
-    cannot create or call.
-    """
-    with _generators_restored():
-        return _traits(model_file, graph)
-
-
 @contextmanager
 def _generators_restored() -> Iterator[None]:
     """Restore the random generators of torch (on the CPU), Python and numpy after the body."""
@@ -83,7 +68,13 @@ def _generators_restored() -> Iterator[None]:
         np.random.set_state(of_numpy)
 
 
-def _traits(model_file: ModelFile, graph: Graph) -> OptimizerTraits | None:
+@_generators_restored()
+def optimizer_traits(model_file: ModelFile, graph: Graph) -> OptimizerTraits | None:
+    """Return the properties of the model's optimizer, or of AdamW if the model file builds none.
+
+    None if the optimizer cannot be tried here. Raises for an optimizer or scheduler that a script
+    cannot create or call.
+    """
     is_own = model_file.build_optimizer is not None or model_file.build_scheduler is not None
     built = without_memory(model_file) if is_own else None
     make = make_on_stand_ins(model_file, graph, built)
@@ -122,7 +113,7 @@ def _traits(model_file: ModelFile, graph: Graph) -> OptimizerTraits | None:
         ends = schedule_end(model_file, model_file.build_scheduler(optimizer))
     check_stepped_state(model_file.path, built, partial(_step_once, optimizer, scheduler))
     try:
-        kept = _moments(make, stand_ins)
+        kept, draws = _moments_and_draws(make, stand_ins)
         if len(stand_ins) < len(every):
             of_size = dict(zip(by_size, kept, strict=True))
             kept = tuple(of_size[one.size] for one in every)
@@ -131,9 +122,7 @@ def _traits(model_file: ModelFile, graph: Graph) -> OptimizerTraits | None:
             reach=_reach(make, stand_ins),
             groups_by_position=_groups_by_position(make, model_file.build_scheduler, stand_ins),
             moments=kept,
-            draws=_stepped(
-                make, _parameters_for(stand_ins), [torch.ones(())] * len(stand_ins)
-            ).draws,
+            draws=draws,
             own_tensors=own_tensors(optimizer),
             ends=ends,
         )
@@ -289,7 +278,9 @@ def _updates(make: Make, stand_ins: Sequence[StandIn], changed: Sequence[Tensor]
     return [(one.detach() - was).flatten() for one, was in zip(parameters, before, strict=True)]
 
 
-def _stepped(make: Make, parameters: Sequence[nn.Parameter], factors: Sequence[Tensor]) -> _Stepped:
+def _stepped(
+    make: Make, parameters: Sequence[nn.Parameter], factors: Sequence[Tensor]
+) -> tuple[Any, bool]:
     """Return an optimizer after some steps, and whether these draw random numbers.
 
     `factors` multiply the gradients.
@@ -303,8 +294,7 @@ def _stepped(make: Make, parameters: Sequence[nn.Parameter], factors: Sequence[T
             parameter.grad = torch.randn(parameter.shape, generator=gradients) * factor
         with drawn:
             optimizer.step()
-    draws = drawn.any or before != _other_states(optimizer)
-    return _Stepped(optimizer, draws)
+    return optimizer, drawn.any or before != _other_states(optimizer)
 
 
 class _SeesDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -330,18 +320,22 @@ def _other_states(optimizer: Any) -> bytes:
     return pickle.dumps((random.getstate(), np.random.get_state(), owned))
 
 
-def _moments(make: Make, stand_ins: Sequence[StandIn]) -> tuple[float, ...]:
-    """Return how many fp32 numbers per element the optimizer keeps for each parameter."""
+def _moments_and_draws(make: Make, stand_ins: Sequence[StandIn]) -> tuple[tuple[float, ...], bool]:
+    """Return how many fp32 numbers per element the optimizer keeps for each parameter.
+
+    Also return whether its steps draw random numbers.
+    """
     parameters = _parameters_for(stand_ins)
-    state = _stepped(make, parameters, [torch.ones(())] * len(parameters)).optimizer.state
-    return tuple(
+    optimizer, draws = _stepped(make, parameters, [torch.ones(())] * len(parameters))
+    moments = tuple(
         sum(
             kept.element_size() / _FP32_BYTES
-            for kept in state.get(parameter, {}).values()
+            for kept in optimizer.state.get(parameter, {}).values()
             if isinstance(kept, Tensor) and kept.shape == parameter.shape and kept.dim()
         )
         for parameter in parameters
     )
+    return moments, draws
 
 
 def _count(one: StandIn) -> int:

@@ -264,13 +264,8 @@ def load_model_file(spec: str, arguments: Sequence[str] = ()) -> ModelFile:
         arguments=tuple(values.items()),
         build_model=bound[factory],
         example_batch=bound["example_batch"],
-        loss=bound.get("loss"),
-        build_dataset=bound.get("build_dataset"),
-        build_optimizer=bound.get("build_optimizer"),
-        build_scheduler=bound.get("build_scheduler"),
-        build_collate=bound.get("build_collate"),
-        build_eval_dataset=bound.get("build_eval_dataset"),
         metrics=bound.get("metrics"),
+        **{name: bound.get(name) for name in OPTIONAL},
     )
 
 

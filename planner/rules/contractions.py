@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autopar.planner.graph.ops import ONE, Extent, numel, refs
-from autopar.planner.rules.shapes import ShapeFunction, aligned, by_batch, of_first, opaque
+from autopar.planner.rules.shapes import aligned, by_batch, of_first, opaque
 from autopar.planner.rules.signature import (
     UNIT,
     Case,
@@ -16,6 +16,7 @@ from autopar.planner.rules.signature import (
     concat,
     names_of,
     product,
+    with_arguments,
 )
 
 
@@ -119,28 +120,25 @@ def bags(case: Case) -> Signature:
     )
 
 
-def added_product(first: str, second: str) -> ShapeFunction:
+@with_arguments
+def added_product(case: Case, first: str, second: str) -> Signature:
     """Self + first (b) m k · second (b) k n -> (b) m n; self may be broadcast along each dim."""
-
-    def signature(case: Case) -> Signature:
-        left, right = case.op.tensor(first), case.op.tensor(second)
-        letters = Letters()
-        *lead, m, k = letters.of(case.shape(left))
-        n = letters.new(case.shape(right)[-1])
-        out = (*lead, m, n)
-        added = case.op.tensor("self")
-        named = {"m": m, "k": k, "n": n} | dict(zip("b", lead, strict=False))
-        return Signature(
-            operands=(
-                (added, aligned(out, case.shape(added))),
-                (left, (*lead, m, k)),
-                (right, (*lead, k, n)),
-            ),
-            results=((case.result, out),),
-            letters={name: dim for name, dim in named.items() if dim != UNIT},
-        )
-
-    return signature
+    left, right = case.op.tensor(first), case.op.tensor(second)
+    letters = Letters()
+    *lead, m, k = letters.of(case.shape(left))
+    n = letters.new(case.shape(right)[-1])
+    out = (*lead, m, n)
+    added = case.op.tensor("self")
+    named = {"m": m, "k": k, "n": n} | dict(zip("b", lead, strict=False))
+    return Signature(
+        operands=(
+            (added, aligned(out, case.shape(added))),
+            (left, (*lead, m, k)),
+            (right, (*lead, k, n)),
+        ),
+        results=((case.result, out),),
+        letters={name: dim for name, dim in named.items() if dim != UNIT},
+    )
 
 
 def einsum(case: Case) -> Signature:

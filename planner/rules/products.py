@@ -16,9 +16,11 @@ from autopar.planner.rules.rule import (
     MatrixProducts,
     OpSizes,
 )
+from autopar.planner.rules.signature import with_arguments
 
 
-def recurrent(gates: int, *, kept: int, unfused: int) -> Computing:
+@with_arguments
+def recurrent(sizes: OpSizes, gates: int, *, kept: int, unfused: int) -> Computation:
     """The layers of an LSTM (4 gates), a GRU (3) or a plain RNN (1), in one or both directions.
 
     For B rows of T steps and H hidden units, a layer multiplies all rows by its input weights at
@@ -27,26 +29,22 @@ def recurrent(gates: int, *, kept: int, unfused: int) -> Computing:
     elements per row and hidden unit are saved for the backward; `unfused` is the number of kernels
     that a CPU runs in each step beside the products.
     """
-
-    def computation(sizes: OpSizes) -> Computation:
-        source, rows, steps = _sequence(sizes)
-        ways = 2 if sizes.op.given("bidirectional") else 1
-        weights = sizes.op.tensors("params")
-        each = len(weights) // (sizes.op.number("num_layers") * ways)
-        products: list[MatrixProducts] = []
-        for at in range(0, len(weights), each):
-            left = source if at < each * ways else ""
-            own = weights[at : at + each]
-            products += _layer(sizes, left, own, rows=rows, steps=max(1, steps))
-        widths = [sizes.shape(name)[0] // gates for name in weights[::each]]
-        return Computation(
-            products=tuple(products),
-            steps=steps * len(widths),
-            unfused=unfused,
-            kept=kept * rows * sum(widths),
-        )
-
-    return computation
+    source, rows, steps = _sequence(sizes)
+    ways = 2 if sizes.op.given("bidirectional") else 1
+    weights = sizes.op.tensors("params")
+    each = len(weights) // (sizes.op.number("num_layers") * ways)
+    products: list[MatrixProducts] = []
+    for at in range(0, len(weights), each):
+        left = source if at < each * ways else ""
+        own = weights[at : at + each]
+        products += _layer(sizes, left, own, rows=rows, steps=max(1, steps))
+    widths = [sizes.shape(name)[0] // gates for name in weights[::each]]
+    return Computation(
+        products=tuple(products),
+        steps=steps * len(widths),
+        unfused=unfused,
+        kept=kept * rows * sum(widths),
+    )
 
 
 def _sequence(sizes: OpSizes) -> tuple[str, int, int]:
@@ -85,21 +83,18 @@ def _layer(
         )
 
 
-def cell(gates: int, *, kept: int) -> Computing:
+@with_arguments
+def cell(sizes: OpSizes, gates: int, *, kept: int) -> Computation:
     """The products of one step of one layer: input and state, each times its weights."""
-
-    def computation(sizes: OpSizes) -> Computation:
-        products = []
-        for source, weight in (("input", "w_ih"), ("hx", "w_hh")):
-            left, right = sizes.op.tensor(source), sizes.op.tensor(weight)
-            n, k = sizes.shape(right)
-            rows = prod(sizes.shape(left)[:-1])
-            products.append(MatrixProducts(left=left, right=right, batch=1, m=rows, n=n, k=k))
-        hidden = sizes.shape(sizes.op.tensor("w_hh"))[0] // gates
-        rows = products[0].m
-        return Computation(products=tuple(products), steps=1, kept=kept * rows * hidden)
-
-    return computation
+    products = []
+    for source, weight in (("input", "w_ih"), ("hx", "w_hh")):
+        left, right = sizes.op.tensor(source), sizes.op.tensor(weight)
+        n, k = sizes.shape(right)
+        rows = prod(sizes.shape(left)[:-1])
+        products.append(MatrixProducts(left=left, right=right, batch=1, m=rows, n=n, k=k))
+    hidden = sizes.shape(sizes.op.tensor("w_hh"))[0] // gates
+    rows = products[0].m
+    return Computation(products=tuple(products), steps=1, kept=kept * rows * hidden)
 
 
 def convolution(sizes: OpSizes) -> Computation:
@@ -120,50 +115,39 @@ def convolution(sizes: OpSizes) -> Computation:
     return Computation(products=(product,))
 
 
-def matrices(left: str, right: str) -> Computing:
+@with_arguments
+def matrices(sizes: OpSizes, left: str, right: str) -> Computation:
     """A product … m k by … k n of two arguments; either of them may be a vector."""
-
-    def computation(sizes: OpSizes) -> Computation:
-        first, second = sizes.op.tensor(left), sizes.op.tensor(right)
-        a, b = sizes.shape(first), sizes.shape(second)
-        a = a if len(a) > 1 else (1, *a)
-        b = b if len(b) > 1 else (*b, 1)
-        lead = max((a[:-2], b[:-2]), key=prod)
-        product = MatrixProducts(
-            left=first, right=second, batch=prod(lead), m=a[-2], n=b[-1], k=a[-1]
-        )
-        return Computation(products=(product,))
-
-    return computation
+    first, second = sizes.op.tensor(left), sizes.op.tensor(right)
+    a, b = sizes.shape(first), sizes.shape(second)
+    a = a if len(a) > 1 else (1, *a)
+    b = b if len(b) > 1 else (*b, 1)
+    lead = max((a[:-2], b[:-2]), key=prod)
+    product = MatrixProducts(left=first, right=second, batch=prod(lead), m=a[-2], n=b[-1], k=a[-1])
+    return Computation(products=(product,))
 
 
-def grouped(left: str, right: str) -> Computing:
+@with_arguments
+def grouped(sizes: OpSizes, left: str, right: str) -> Computation:
     """Products in which each matrix, or each group of rows, has its own matrix as a factor."""
-
-    def computation(sizes: OpSizes) -> Computation:
-        first, second = sizes.op.tensor(left), sizes.op.tensor(right)
-        a, b = sizes.shape(first), sizes.shape(second)
-        batch = a[0] if len(a) == len(b) == 3 else 1
-        product = MatrixProducts(left=first, right=second, batch=batch, m=a[-2], n=b[-1], k=a[-1])
-        return Computation(products=(product,))
-
-    return computation
+    first, second = sizes.op.tensor(left), sizes.op.tensor(right)
+    a, b = sizes.shape(first), sizes.shape(second)
+    batch = a[0] if len(a) == len(b) == 3 else 1
+    product = MatrixProducts(left=first, right=second, batch=batch, m=a[-2], n=b[-1], k=a[-1])
+    return Computation(products=(product,))
 
 
-def rows_by_rows(left: str, right: str) -> Computing:
+@with_arguments
+def rows_by_rows(sizes: OpSizes, left: str, right: str) -> Computation:
     """Distances or inner products of each row of one tensor with each row of another."""
-
-    def computation(sizes: OpSizes) -> Computation:
-        first, second = sizes.op.tensor(left), sizes.op.tensor(right)
-        a, k = sizes.shape(first), sizes.shape(first)[-1] if sizes.shape(first) else 1
-        out = prod(sizes.shape(sizes.op.outputs[0]))
-        m = a[-2] if len(a) > 1 else 1
-        n = sizes.shape(second)[-2] if len(sizes.shape(second)) > 1 else 1
-        batch = max(1, out // max(1, m * n))
-        product = MatrixProducts(left=first, right=second, batch=batch, m=m, n=n, k=k)
-        return Computation(products=(product,))
-
-    return computation
+    first, second = sizes.op.tensor(left), sizes.op.tensor(right)
+    a, k = sizes.shape(first), sizes.shape(first)[-1] if sizes.shape(first) else 1
+    out = prod(sizes.shape(sizes.op.outputs[0]))
+    m = a[-2] if len(a) > 1 else 1
+    n = sizes.shape(second)[-2] if len(sizes.shape(second)) > 1 else 1
+    batch = max(1, out // max(1, m * n))
+    product = MatrixProducts(left=first, right=second, batch=batch, m=m, n=n, k=k)
+    return Computation(products=(product,))
 
 
 def summed_products(sizes: OpSizes) -> Computation:
@@ -262,24 +246,21 @@ def power(sizes: OpSizes) -> Computation:
 _PANEL = 32  # columns of a block in LAPACK's algorithms
 
 
+@with_arguments
 def factored(
-    forward: Callable[[int, int], float], backward: Callable[[int, int], float]
-) -> Computing:
+    sizes: OpSizes, forward: Callable[[int, int], float], backward: Callable[[int, int], float]
+) -> Computation:
     """A factorisation in blocks; `forward` and `backward` give its FLOPs.
 
     Their arguments are the larger and the smaller size of a matrix.
     """
-
-    def computation(sizes: OpSizes) -> Computation:
-        *lead, rows, columns = sizes.shape(sizes.op.inputs[0])
-        m, n, batch = max(rows, columns), min(rows, columns), prod(lead)
-        return Computation(
-            flops=round(batch * forward(m, n)),
-            backward_flops=round(batch * backward(m, n)),
-            steps=-(-n // _PANEL),
-        )
-
-    return computation
+    *lead, rows, columns = sizes.shape(sizes.op.inputs[0])
+    m, n, batch = max(rows, columns), min(rows, columns), prod(lead)
+    return Computation(
+        flops=round(batch * forward(m, n)),
+        backward_flops=round(batch * backward(m, n)),
+        steps=-(-n // _PANEL),
+    )
 
 
 def cubic(forward: float, backward: float) -> Computing:
@@ -287,36 +268,30 @@ def cubic(forward: float, backward: float) -> Computing:
     return factored(lambda _, n: forward * n**3, lambda _, n: backward * n**3)
 
 
-def solved(factor: float, *, by: tuple[str, ...], matrix: tuple[str, ...]) -> Computing:
+@with_arguments
+def solved(sizes: OpSizes, factor: float, *, by: str, matrix: str) -> Computation:
     """A factorisation of the argument `matrix`, and solves for the columns of the argument `by`.
 
     Factoring takes `factor`·n³ FLOPs, and each column 2·n², or n² if the matrix is triangular. The
     backward solves once more, and multiplies.
     """
-
-    def computation(sizes: OpSizes) -> Computation:
-        *lead, n, _ = sizes.shape(sizes.op.tensor(*matrix))
-        side = sizes.shape(sizes.op.tensor(*by))
-        columns = max(1, prod(side) // max(1, prod(lead) * n))
-        triangles = 1 if "triangular" in sizes.op.target else 2
-        once = triangles * n * n * columns * prod(lead)
-        return Computation(
-            flops=round(factor * n**3 * prod(lead)) + once,
-            backward_flops=once + 2 * n * n * columns * prod(lead),
-            steps=-(-n // _PANEL),
-        )
-
-    return computation
+    *lead, n, _ = sizes.shape(sizes.op.tensor(matrix))
+    side = sizes.shape(sizes.op.tensor(by))
+    columns = max(1, prod(side) // max(1, prod(lead) * n))
+    triangles = 1 if "triangular" in sizes.op.target else 2
+    once = triangles * n * n * columns * prod(lead)
+    return Computation(
+        flops=round(factor * n**3 * prod(lead)) + once,
+        backward_flops=once + 2 * n * n * columns * prod(lead),
+        steps=-(-n // _PANEL),
+    )
 
 
-def folded(forward: float, backward: float) -> Computing:
+@with_arguments
+def folded(sizes: OpSizes, forward: float, backward: float) -> Computation:
     """A multiple of n³ FLOPs for a tensor whose dims flatten to an n × n matrix."""
-
-    def computation(sizes: OpSizes) -> Computation:
-        n = round(prod(sizes.shape(sizes.op.inputs[0])) ** 0.5)
-        return Computation(flops=round(forward * n**3), backward_flops=round(backward * n**3))
-
-    return computation
+    n = round(prod(sizes.shape(sizes.op.inputs[0])) ** 0.5)
+    return Computation(flops=round(forward * n**3), backward_flops=round(backward * n**3))
 
 
 def fourier(sizes: OpSizes) -> Computation:

@@ -15,6 +15,7 @@ from autopar.planner.rules.signature import (
     Signature,
     names_of,
     product,
+    with_arguments,
 )
 
 ShapeFunction = Callable[[Case], Signature]
@@ -59,46 +60,40 @@ def broadcast(case: Case) -> Signature:
     return Signature(operands=operands, results=tuple((name, out) for name in case.op.outputs))
 
 
-def over(*names: str) -> ShapeFunction:
+@with_arguments
+def over(case: Case, *names: str) -> Signature:
     """The dims listed in the arguments `names` may not be split; the result keeps the others."""
-
-    def signature(case: Case) -> Signature:
-        if len(case.op.inputs) > 1:  # prepended and appended tensors are not supported
-            return opaque(case)
-        letters = Letters()
-        dims = letters.of(case.shape(case.first))
-        chosen = _chosen(case, names, len(dims))
-        sizes = enumerate(case.shape(case.result))
-        out = tuple(letters.new(size) if i in chosen else dims[i] for i, size in sizes)
-        results = tuple((name, out) for name in case.op.outputs)
-        whole = names_of(*(own[i] for own in (dims, out) for i in chosen))
-        return Signature(operands=of_first(case, dims), results=results, whole=whole)
-
-    return signature
+    if len(case.op.inputs) > 1:  # prepended and appended tensors are not supported
+        return opaque(case)
+    letters = Letters()
+    dims = letters.of(case.shape(case.first))
+    chosen = _chosen(case, names, len(dims))
+    sizes = enumerate(case.shape(case.result))
+    out = tuple(letters.new(size) if i in chosen else dims[i] for i, size in sizes)
+    results = tuple((name, out) for name in case.op.outputs)
+    whole = names_of(*(own[i] for own in (dims, out) for i in chosen))
+    return Signature(operands=of_first(case, dims), results=results, whole=whole)
 
 
-def reduced(*, partial: bool) -> ShapeFunction:
+@with_arguments
+def reduced(case: Case, *, partial: bool) -> Signature:
     """The dims that `dim` lists are reduced; the op may be split along them only if `partial`.
 
     A sum over shards is a partial sum, a maximum is not.
     """
-
-    def signature(case: Case) -> Signature:
-        dims = Letters().of(case.shape(case.first))
-        chosen = _chosen(case, ("dim",), len(dims))
-        out = [UNIT if i in chosen else dim for i, dim in enumerate(dims)]
-        if not case.op.given("keepdim"):
-            out = [dim for i, dim in enumerate(dims) if i not in chosen]
-        whole = frozenset() if partial else names_of(*(dims[i] for i in chosen))
-        results = tuple((name, tuple(out)) for name in case.op.outputs)
-        return Signature(
-            operands=of_first(case, dims),
-            results=results,
-            whole=whole,
-            letters={"r": product(dims[i] for i in sorted(chosen))},
-        )
-
-    return signature
+    dims = Letters().of(case.shape(case.first))
+    chosen = _chosen(case, ("dim",), len(dims))
+    out = [UNIT if i in chosen else dim for i, dim in enumerate(dims)]
+    if not case.op.given("keepdim"):
+        out = [dim for i, dim in enumerate(dims) if i not in chosen]
+    whole = frozenset() if partial else names_of(*(dims[i] for i in chosen))
+    results = tuple((name, tuple(out)) for name in case.op.outputs)
+    return Signature(
+        operands=of_first(case, dims),
+        results=results,
+        whole=whole,
+        letters={"r": product(dims[i] for i in sorted(chosen))},
+    )
 
 
 def _integers(value: Value) -> tuple[int, ...]:
@@ -181,15 +176,12 @@ def _after_mismatch(
     return len(before), len(after), ONE, ONE
 
 
-def permuted(order: Callable[[Case, int], Sequence[int]]) -> ShapeFunction:
+@with_arguments
+def permuted(case: Case, order: Callable[[Case, int], Sequence[int]]) -> Signature:
     """The result's dims are the input's in another order."""
-
-    def signature(case: Case) -> Signature:
-        dims = Letters().of(case.shape(case.first))
-        out = tuple(dims[i] for i in order(case, len(dims)))
-        return Signature(operands=of_first(case, dims), results=((case.result, out),))
-
-    return signature
+    dims = Letters().of(case.shape(case.first))
+    out = tuple(dims[i] for i in order(case, len(dims)))
+    return Signature(operands=of_first(case, dims), results=((case.result, out),))
 
 
 def transpose_order(case: Case, rank: int) -> Sequence[int]:
@@ -224,16 +216,13 @@ def expanded(case: Case) -> Signature:
     return Signature(operands=of_first(case, operand), results=((case.result, out),))
 
 
-def as_other(alone: ShapeFunction) -> ShapeFunction:
+@with_arguments
+def as_other(case: Case, alone: ShapeFunction) -> Signature:
     """Add the tensor `other`, whose dims are the result's (`view_as`), to the signature `alone`."""
-
-    def shaped(case: Case) -> Signature:
-        signature = alone(case)
-        ((_, out),) = signature.results
-        other = case.op.tensor("other")
-        return Signature(operands=(*signature.operands, (other, out)), results=signature.results)
-
-    return shaped
+    signature = alone(case)
+    ((_, out),) = signature.results
+    other = case.op.tensor("other")
+    return Signature(operands=(*signature.operands, (other, out)), results=signature.results)
 
 
 def _aligned_where_equal(out: Dims, sizes: Sequence[Extent], shape: Sequence[Extent]) -> Dims:

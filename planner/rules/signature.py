@@ -12,11 +12,16 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import wraps
+from typing import Concatenate, ParamSpec, TypeVar
 
 from autopar.planner.graph.graph import Graph
 from autopar.planner.graph.ops import ONE, Extent, Op, Ref, Tensor, numel, refs
 
 Tiles = tuple[tuple[Extent, ...], int]
+_Given = TypeVar("_Given")
+_Made = TypeVar("_Made")
+_Fixed = ParamSpec("_Fixed")
 
 
 def tiles_of(graph: Graph) -> Mapping[str, Tiles]:
@@ -233,6 +238,18 @@ class Letters:
     def of(self, shape: tuple[Extent, ...]) -> Dims:
         """Return new letters for all dims of a shape."""
         return tuple(map(self.new, shape))
+
+
+def with_arguments(
+    formula: Callable[Concatenate[_Given, _Fixed], _Made],
+) -> Callable[_Fixed, Callable[[_Given], _Made]]:
+    """Decorate a formula of an op so that a row of the table fixes its other arguments."""
+
+    @wraps(formula)
+    def fixed(*args: _Fixed.args, **kwargs: _Fixed.kwargs) -> Callable[[_Given], _Made]:
+        return lambda given: formula(given, *args, **kwargs)
+
+    return fixed
 
 
 def names_of(*dims: Dim) -> frozenset[str]:

@@ -230,8 +230,11 @@ def refuse_call(func: Callable[..., Any]) -> None:
     """Raise TraceError for a function that no plan supports."""
     refused = _REFUSED.get(func) or (_DERIVES if _is_derived() else None)
     if refused is not None:
-        found, expected, fix = refused
-        raise TraceError(found, where=calling_place(), expected=expected, fix=fix)
+        raise _refusal(*refused)
+
+
+def _refusal(found: str, expected: str, fix: str) -> TraceError:
+    return TraceError(found, where=calling_place(), expected=expected, fix=fix)
 
 
 def refuse_learning_outside(args: Iterable[Any]) -> None:
@@ -241,8 +244,7 @@ def refuse_learning_outside(args: Iterable[Any]) -> None:
     them.
     """
     if any(type(one) is torch.nn.Parameter and one.requires_grad for one in args):
-        found, expected, fix = _LEARNS_OUTSIDE
-        raise TraceError(found, where=calling_place(), expected=expected, fix=fix)
+        raise _refusal(*_LEARNS_OUTSIDE)
 
 
 def _is_derived() -> bool:
@@ -260,8 +262,7 @@ def refused_weight_swaps() -> Iterator[None]:
     @wraps(plain)
     def checked(*args: Any, **kwargs: Any) -> Any:
         if _is_of_model(sys._getframe(1)):
-            found, expected, fix = _SWAPS
-            raise TraceError(found, where=calling_place(), expected=expected, fix=fix)
+            raise _refusal(*_SWAPS)
         return plain(*args, **kwargs)
 
     with patch.object(stateless, "_functional_call", checked):

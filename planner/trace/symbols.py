@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
-from fractions import Fraction
 from typing import Any
 
 import sympy
@@ -26,6 +25,7 @@ from autopar.planner.graph.ops import (
 
 _SAMPLE = 5040  # divisible by 1…10, so that floor divisions of a sampled batch are exact
 _MAX_POWER = 3
+_BATCH = sympy.Symbol("batch")
 
 
 class Symbols:
@@ -139,19 +139,11 @@ def _is_unbacked(symbol: sympy.Symbol) -> bool:
 
 
 def _interpolated(batches: list[int], values: list[int], expression: Any) -> Extent:
-    """Return the polynomial through the samples (Newton's divided differences)."""
-    differences = [Fraction(value) for value in values]
-    for level in range(1, len(batches)):
-        for i in range(len(batches) - 1, level - 1, -1):
-            step = batches[i] - batches[i - level]
-            differences[i] = (differences[i] - differences[i - 1]) / step
-    coefficients = [Fraction(0)]
-    for i in range(len(batches) - 1, -1, -1):  # Horner: c ← c·(B − bᵢ) + dᵢ
-        shifted = [Fraction(0), *coefficients]
-        scaled = [*(c * -batches[i] for c in coefficients), Fraction(0)]
-        coefficients = [a + b for a, b in zip(shifted, scaled, strict=True)]
-        coefficients[0] += differences[i]
-    if any(c.denominator != 1 for c in coefficients):
+    """Return the polynomial through the samples."""
+    samples = list(zip(batches, values, strict=True))
+    polynomial = sympy.Poly(sympy.interpolate(samples, _BATCH), _BATCH)
+    coefficients = polynomial.all_coeffs()[::-1]
+    if not all(one.is_Integer for one in coefficients):
         raise TraceError(
             f"a size is no whole multiple of the batch ({expression})",
             expected="sizes such as B, 2·B or B·seq",
