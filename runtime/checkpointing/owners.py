@@ -208,7 +208,7 @@ class Owners:
             )
             for one in local_tensors
         ]
-        if any(every_rank(here != self._here, self.mesh.world)):
+        if any_rank(here != self._here, self.mesh):
             self._here, self._owned = here, shared_out(every_rank(here, self.mesh.world))
         return self._owned
 
@@ -234,6 +234,15 @@ def on_first(value: Any, mesh: Mesh) -> list[Any]:
     found: list[Any] | None = [None] * mesh.world.size if mesh.rank == 0 else None
     dist.gather_object(value, found, dst=0, group=mesh.world.group)
     return found or []
+
+
+def any_rank(is_so: bool, mesh: Mesh) -> bool:
+    """Whether a condition holds on any rank."""
+    if mesh.world.size == 1:
+        return is_so
+    found = torch.tensor(float(is_so), device=mesh.device)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=mesh.world.group)
+    return bool(found.item())
 
 
 def shared_out(ranks: Sequence[Sequence[_RankShard]]) -> tuple[Owned, ...]:

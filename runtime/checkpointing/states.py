@@ -223,7 +223,7 @@ def _buckets(part: nn.Module) -> Sequence[Bucket]:
     buckets = buckets_of(part)
     if buckets is None or buckets.compressor is None:
         return ()
-    buckets.attach(part)
+    buckets.attach()
     return buckets.buckets
 
 

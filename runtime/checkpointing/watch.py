@@ -173,7 +173,8 @@ class RollCall:
             if self._nodes[found.teller] == self._nodes[self._rank]:
                 self._store.set(self._key("found"), json.dumps(asdict(found)))
         self._store.wait([self._key("found")], timedelta(seconds=3 * self._patience_seconds))
-        return record(RollCallResult, json.loads(self._store.get(self._key("found"))))
+        answer = json.loads(self._store.get(self._key("found")))
+        return RollCallResult(**{**answer, "silent": tuple(answer["silent"])})
 
     def note_printed(self) -> None:
         """Allow the other ranks to exit: torchrun kills all ranks once one has exited."""

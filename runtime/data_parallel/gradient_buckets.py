@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +39,7 @@ class GradientBuckets:
         link: HostLink | None = None,
         compressor: Compressor | None = None,
     ) -> None:
+        self._module = module
         self.half = half  # the parameters' dtype in forward and backward
         self.link = link  # to the host, if gradients go there in every backward
         self.sync = True  # False while microbatches only accumulate
@@ -53,19 +55,19 @@ class GradientBuckets:
         self._finish_is_queued = False
         self._is_attached = False
         # Until the first forward, parameters may still be replaced (built on the meta device).
-        self._first_forward = module.register_forward_pre_hook(lambda made, _: self._begin(made))
+        self._first_forward = module.register_forward_pre_hook(self._begin)
 
-    def _begin(self, module: nn.Module) -> None:
+    def _begin(self, *_: Any) -> None:
         self._first_forward.remove()
-        self.attach(module)
+        self.attach()
         self.narrow()  # if no optimizer was built, the parameters are still in fp32
 
-    def attach(self, module: nn.Module) -> None:
+    def attach(self) -> None:
         """Register hooks on the module's trainable parameters; later calls do nothing."""
         if self._is_attached:
             return
         self._is_attached = True
-        self.trainable = {n: p for n, p in module.named_parameters() if p.requires_grad}
+        self.trainable = {n: p for n, p in self._module.named_parameters() if p.requires_grad}
         for parameter in self.trainable.values():
             if self.half is not None or parameter.dtype in HALF_DTYPES:
                 parameter.grad_dtype = torch.float32

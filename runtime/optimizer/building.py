@@ -193,9 +193,15 @@ def _use_pieces(
     mesh: Mesh,
 ) -> None:
     """Replace parameters by pieces in the optimizer, where it cannot step them directly."""
-    is_flat = any(_is_offloaded(part) for part in model_parts)
-    shards_states = is_flat or (sharding_of(zero).steps_parts and mesh.shard.size > 1)
-    masters = {} if shards_states else _narrowed(model_parts)
+    in_buckets = [one for part in model_parts if (one := buckets_of(part)) is not None]
+    is_offloaded = any(one.link is not None for one in in_buckets)
+    shards_states = is_offloaded or (sharding_of(zero).steps_parts and mesh.shard.size > 1)
+    masters: dict[int, Tensor] = {}  # fp32 values, by parameter id
+    for one in in_buckets:
+        if shards_states or one.half is not None:
+            one.attach()
+        if not shards_states:
+            masters |= one.narrow()
     if not shards_states and all(_is_plain(parameter) for parameter in trainable):
         return
     if type(optimizer).__name__ in NEED_WHOLE_PARAMETERS and (
@@ -207,13 +213,13 @@ def _use_pieces(
             "element by element (AdamW, SGD)"
         )
     if shards_states:
-        shards: list[FlatShard] = []
-        for part in model_parts:
-            buckets = buckets_of(part)
-            if buckets is None:
-                raise RuntimeError("wrap and build_optimizer were given different ZeRO levels")
-            buckets.attach(part)
-            shards += [flat_shard(one, buckets.half, mesh.device) for one in buckets.buckets]
+        if len(in_buckets) < len(model_parts):
+            raise RuntimeError("wrap and build_optimizer were given different ZeRO levels")
+        shards = [
+            flat_shard(bucket, one.half, mesh.device)
+            for one in in_buckets
+            for bucket in one.buckets
+        ]
         _step_shards(optimizer, trainable, shards)
     else:
         _step_pieces(optimizer, trainable, local_pieces(trainable, masters))
@@ -221,25 +227,9 @@ def _use_pieces(
             spread_after_steps(optimizer, compute_scales)
 
 
-def _narrowed(model_parts: Sequence[nn.Module]) -> dict[int, Tensor]:
-    """Cast the parameters of 16-bit modules; return their fp32 values by parameter id."""
-    masters: dict[int, Tensor] = {}
-    for part in model_parts:
-        buckets = buckets_of(part)
-        if buckets is not None and buckets.half is not None:
-            buckets.attach(part)
-            masters |= buckets.narrow()
-    return masters
-
-
 def offloads(model_parts: Sequence[nn.Module]) -> bool:
     """Whether the optimizer steps in the host's memory."""
     return any(starts_on_host(one) for part in model_parts for one in part.parameters())
-
-
-def _is_offloaded(part: nn.Module) -> bool:
-    buckets = buckets_of(part)
-    return buckets is not None and buckets.link is not None
 
 
 def _step_shards(

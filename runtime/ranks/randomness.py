@@ -173,13 +173,7 @@ _RANDOM_INTEGERS = frozenset({torch.randint, torch.randint_like, Tensor.random_}
 class NoRandomness(TorchFunctionMode):
     """A mode in which code applies no dropout and draws no random numbers."""
 
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a torch function without randomness."""
         del types
         return undrawn(func, args, kwargs or {}, lambda one, given, named: one(*given, **named))

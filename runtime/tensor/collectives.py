@@ -66,6 +66,7 @@ __all__ = [
     "take_shard",
 ]
 
+_Function = Callable[..., Tensor]
 Whole = Callable[[Tensor, Axis], Tensor]
 Along = Callable[[Tensor, int, Cut, Axis], Tensor]
 
@@ -150,8 +151,9 @@ def exchange(
     gathered_cut = _cut_local(x, gather_dim, axis, gather_parts)
     split_cut = _cut_whole(x, split_dim, axis, split_parts)
     gather_dim, split_dim = gather_dim % x.ndim, split_dim % x.ndim
-    converted: Tensor = _Exchange.apply(x, gather_dim, split_dim, gathered_cut, split_cut, axis)  # type: ignore[no-untyped-call]
-    return converted
+    there = (gather_dim, split_dim, gathered_cut, split_cut, axis)
+    back = (split_dim, gather_dim, split_cut, gathered_cut, axis)
+    return _converted(x, exchange_along, there, exchange_along, back)
 
 
 def fuse_with_products(axis: Axis) -> None:
@@ -169,10 +171,7 @@ def fuse_with_products(axis: Axis) -> None:
 
 
 def _convert(x: Tensor, axis: Axis, forward: Whole, backward: Whole) -> Tensor:
-    if axis.size == 1:
-        return x
-    converted: Tensor = _Convert.apply(x, axis, forward, backward)  # type: ignore[no-untyped-call]
-    return converted
+    return x if axis.size == 1 else _converted(x, forward, (axis,), backward, (axis,))
 
 
 def _convert_along(
@@ -180,7 +179,12 @@ def _convert_along(
 ) -> Tensor:
     if axis.size == 1:
         return x
-    converted: Tensor = _ConvertAlong.apply(x, dim % x.ndim, shares, axis, forward, backward)  # type: ignore[no-untyped-call]
+    arguments = (dim % x.ndim, shares, axis)
+    return _converted(x, forward, arguments, backward, arguments)
+
+
+def _converted(x: Tensor, *functions: Any) -> Tensor:
+    converted: Tensor = _Conversion.apply(x, *functions)  # type: ignore[no-untyped-call]
     return converted
 
 
@@ -217,50 +221,21 @@ def _on_first(x: Tensor, axis: Axis) -> Tensor:
     return x.view_as(x) if axis.rank == 0 else torch.zeros_like(x)
 
 
-class _Convert(torch.autograd.Function):
-    """A conversion of the whole tensor."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, forward: Whole, backward: Whole) -> Tensor:
-        ctx.axis, ctx.converse = axis, backward
-        return forward(x, axis)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        return ctx.converse(gradients[0], ctx.axis), None, None, None
-
-
-class _ConvertAlong(torch.autograd.Function):
-    """A conversion that cuts, gathers or pads one dim."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, dim: int, shares: Cut, axis: Axis, forward: Along, backward: Along
-    ) -> Tensor:
-        ctx.arguments, ctx.converse = (dim, shares, axis), backward
-        return forward(x, dim, shares, axis)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.converse(gradients[0], *ctx.arguments), None, None, None, None, None
-
-
-class _Exchange(torch.autograd.Function):
-    """The all-to-all, whose backward is the all-to-all the other way."""
+class _Conversion(torch.autograd.Function):
+    """A function of a tensor, and the function of its gradient, each with further arguments."""
 
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
-        gather_dim: int,
-        split_dim: int,
-        gathered_cut: Cut,
-        split_cut: Cut,
-        axis: Axis,
+        there: _Function,
+        given: tuple[Any, ...],
+        back: _Function,
+        returned: Any,
     ) -> Tensor:
-        ctx.arguments = (split_dim, gather_dim, split_cut, gathered_cut, axis)
-        return exchange_along(x, gather_dim, split_dim, gathered_cut, split_cut, axis)
+        ctx.back, ctx.returned = back, returned
+        return there(x, *given)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return exchange_along(gradients[0], *ctx.arguments), None, None, None, None, None
+        return ctx.back(gradients[0], *ctx.returned), None, None, None, None

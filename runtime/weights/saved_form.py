@@ -11,7 +11,7 @@ import io
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,13 +54,7 @@ class SavingOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
         number, offset = self._numbers[storage._cdata], int(tensor.storage_offset())
         return Value(number, tensor.dtype, tuple(tensor.shape), tensor.stride(), offset)
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an op, and record it if it makes or writes to a meta tensor."""
         keywords = kwargs or {}
         results = func(*args, **keywords)

@@ -42,7 +42,7 @@ FAULTS = (
     Edit(
         "weights are stepped in 16 bits, without masters",
         _BUILD,
-        "    model.gradient_buckets.attach(model)\n    model.gradient_buckets.narrow()\n" + _BUILD,
+        "    model.gradient_buckets.attach()\n    model.gradient_buckets.narrow()\n" + _BUILD,
     ),
 )
 HARMLESS = (Edit("layers that run again whole", _AGAIN, 'recompute(layer, "full")'),)

@@ -282,7 +282,7 @@ def _leave_a_step_behind(modules: Sequence[nn.Module], optimizer: Optimizer) -> 
     for module in modules:
         buckets = buckets_of(module)
         if buckets is not None:
-            buckets.attach(module)
+            buckets.attach()
         for parameter in module.parameters():
             if parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)

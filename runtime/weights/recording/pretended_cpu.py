@@ -6,7 +6,7 @@ table.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeAlias, TypeGuard
 from unittest.mock import patch
@@ -217,13 +217,7 @@ class _PretendedCpu(TorchFunctionMode):
     def __init__(self, recording: ConstructorRecording) -> None:
         self._recording = recording
 
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Iterable[type],
-        args: Arguments = (),
-        kwargs: Keywords | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         recording, keywords = self._recording, kwargs or {}
         if recording.is_over:
             return func(*args, **keywords)

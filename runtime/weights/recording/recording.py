@@ -348,13 +348,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Keep torch from importing its compiler for the first op, which takes half a second."""
         return False
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an op."""
         return self._recording.run(func, args, kwargs or {})
 
