@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from autopar.planner.axes.infer import GraphAxes, infer_axes
+from autopar.planner.axes.infer import infer_axes
 from autopar.planner.cluster.toml_reading import seconds_text
 from autopar.planner.costs.prediction import Arrangement, Recompute
 from autopar.planner.graph.layouts import Layout, LayoutKind
@@ -95,11 +95,7 @@ def some(names: Sequence[str]) -> str:
 def tool_facts(plan: Plan) -> ToolFacts:
     """Return the facts of a plan."""
     axes = infer_axes(plan.graph)
-    return facts_of_layers(plan, axes, find_layers(plan.graph, axes))
-
-
-def facts_of_layers(plan: Plan, axes: GraphAxes, layers: Layers) -> ToolFacts:
-    """Return the facts of a plan whose axes and layers are known."""
+    layers = find_layers(plan.graph, axes)
     numbers = _block_numbers([layer.call for layer in layers.layers])
     blocks = [place for place, number in enumerate(numbers) if number is not None]
     first, last = (blocks[0], blocks[-1]) if blocks else (len(numbers), len(numbers))
@@ -116,7 +112,9 @@ def facts_of_layers(plan: Plan, axes: GraphAxes, layers: Layers) -> ToolFacts:
         modes_outside=tuple((calls[place], modes[place]) for place in outside),
         saves_on_host=any(modes[place].is_on_host for place in blocks),
         whole_weights=tuple(_whole_weights(plan)),
-        crossing=tuple(axes.names.get(one.axis, "") for one in _between_blocks(plan, layers)),
+        crossing=tuple(
+            axes.names.get(one.axis, "") for one in _between_blocks(plan, layers, numbers)
+        ),
         known=(*plan.runners_up, *([plan.fastest] if plan.fastest else [])),
     )
 
@@ -163,12 +161,11 @@ def _whole_weights(plan: Plan) -> Iterator[str]:
             yield one.name
 
 
-def _between_blocks(plan: Plan, layers: Layers) -> Iterator[Layout]:
+def _between_blocks(plan: Plan, layers: Layers, numbers: Sequence[int | None]) -> Iterator[Layout]:
     """Yield the layouts of the tensors that one block passes to the next."""
     layouts = {one.name: one.layout for one in plan.crossing}
-    calls = _block_numbers([layer.call for layer in layers.layers])
     for place, cut in enumerate(residence(plan.graph, layers).cuts[:-1]):
-        if calls[place] is not None and calls[place + 1] is not None:
+        if numbers[place] is not None and numbers[place + 1] is not None:
             yield from (layouts[name] for name in cut if name in layouts)
 
 

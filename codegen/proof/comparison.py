@@ -91,23 +91,21 @@ def apart(ranks: Sequence[RankBlocks], expected: Mapping[str, Tensor]) -> dict[s
             difference = gap(block.value[source], whole[target]).abs()
             missing[block.name][target] = False
             if difference.numel():
-                found[block.name] = worse(found[block.name], difference.max().item())
+                found[block.name] = max(found[block.name], difference.max().item(), key=_badness)
     return {
         name: float("inf") if missing[name].any() else largest for name, largest in found.items()
     }
 
 
-def worse(one: float, other: float) -> float:
-    """Return the larger of two differences; nan counts as larger."""
-    return max(one, other, key=lambda value: (value != value, value))
+def _badness(difference: float) -> tuple[bool, float]:
+    """Return a key to sort differences by: nan counts as larger than any number."""
+    return difference != difference, difference
 
 
 def largest_of(differences: Mapping[str, float]) -> Difference:
-    """Return the largest of several differences; nan counts as larger."""
-    if not differences:
-        return Difference(largest=0.0, name="")
-    name = max(differences, key=lambda n: (differences[n] != differences[n], differences[n]))
-    return Difference(largest=differences[name], name=name)
+    """Return the largest of several differences."""
+    name = max(differences, key=lambda one: _badness(differences[one]), default="")
+    return Difference(largest=differences.get(name, 0.0), name=name)
 
 
 def regions_of(chunks: Chunks) -> Iterator[tuple[Region, Region]]:
@@ -245,7 +243,7 @@ def compared(
 
 
 def _largest(differences: Iterable[Difference]) -> Difference:
-    return max(differences, key=lambda one: (one.largest != one.largest, one.largest))
+    return max(differences, key=lambda one: _badness(one.largest))
 
 
 def _by_step(found: Sequence[float], expected: Sequence[float]) -> Difference:

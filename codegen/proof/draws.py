@@ -12,14 +12,15 @@ import re
 import sys
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import FrameType
+from traceback import walk_stack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from autopar.runtime.ranks import randomness
 
@@ -47,14 +48,6 @@ class NotedDraw:
         return self.op == _SEEDING
 
 
-@dataclass(frozen=True, slots=True)
-class _Seen:
-    """A draw whose module has no name yet."""
-
-    module: nn.Module | None
-    draw: NotedDraw
-
-
 class DrawRecorder(TorchDispatchMode):
     """Records every op that advances a generator, in the forward and in recomputation.
 
@@ -64,7 +57,7 @@ class DrawRecorder(TorchDispatchMode):
     def __init__(self, unseeded: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.unseeded = unseeded
-        self.seen: list[_Seen] = []
+        self.seen: list[tuple[nn.Module | None, NotedDraw]] = []  # and whose code draws
 
     def __torch_dispatch__(
         self,
@@ -98,12 +91,12 @@ class DrawRecorder(TorchDispatchMode):
             place=place,
             op=_SEEDING if place.startswith(_SEEDING) else func.name().split("::")[1].split(".")[0],
             settings=settings,
-            numbers=max(one.numel() for one in _tensors(made)),
+            numbers=max(one.numel() for one in tree_leaves(made) if isinstance(one, Tensor)),
             state=state,
             is_again=torch._C._current_graph_task_id() != -1,
             is_seeded=is_seeded,
         )
-        self.seen.append(_Seen(module, draw))
+        self.seen.append((module, draw))
 
     def draws(self, parts: Iterable[nn.Module]) -> tuple[NotedDraw, ...]:
         """Return the recorded draws; modules are named by their paths in these parts of a model."""
@@ -111,15 +104,12 @@ class DrawRecorder(TorchDispatchMode):
         for part in parts:
             for name, module in part.named_modules():
                 names.setdefault(id(module), name)
-        return tuple(_named(one, names) for one in self.seen)
-
-
-def _named(seen: _Seen, names: Mapping[int, str]) -> NotedDraw:
-    one, module = seen.draw, seen.module
-    name = "" if module is None else names.get(id(module), type(module).__name__)
-    return NotedDraw(
-        name, one.place, one.op, one.settings, one.numbers, one.state, one.is_again, one.is_seeded
-    )
+        return tuple(
+            draw
+            if module is None
+            else replace(draw, module=names.get(id(module), type(module).__name__))
+            for module, draw in self.seen
+        )
 
 
 def settings_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[float, ...]:
@@ -143,33 +133,20 @@ def _state_of(generator: torch.Generator) -> str:
     return hashlib.blake2b(generator.get_state().numpy().tobytes(), digest_size=8).hexdigest()
 
 
-def _tensors(made: Any) -> Iterator[Tensor]:
-    for one in made if isinstance(made, (tuple, list)) else (made,):
-        if isinstance(one, Tensor):
-            yield one
-
-
 def _origin() -> tuple[nn.Module | None, str]:
     """Return the innermost running module, and the innermost line of the model or script."""
     place, module = "", None
-    for frame in _frames():
+    for frame, line in walk_stack(sys._getframe()):
         file = frame.f_code.co_filename
         if not place and not file.startswith(_SKIPPED) and "contextlib" not in file:
             is_seeding = file == randomness.__file__
-            place = _SEEDING if is_seeding else f"{Path(file).name}:{frame.f_lineno}"
+            place = _SEEDING if is_seeding else f"{Path(file).name}:{line}"
         if module is None and frame.f_code.co_argcount:
             first = frame.f_locals.get(frame.f_code.co_varnames[0])
             module = first if isinstance(first, nn.Module) else None
         if place and module is not None:
             break
     return module, place
-
-
-def _frames() -> Iterator[FrameType]:
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
 
 
 _DROPOUT_MASK = "bernoulli_"  # makes a dropout's mask from the probability to keep

@@ -78,7 +78,7 @@ def first_traceback(lines: Sequence[str]) -> Sequence[str]:
     return list(takewhile(lambda line: line.strip() != rank.strip(), own))
 
 
-_HALVES = frozenset({torch.bfloat16, torch.float16})
+HALVES = frozenset({torch.bfloat16, torch.float16})
 _CLASS_LOSSES = frozenset({functional.cross_entropy, functional.nll_loss})
 _BACKWARD = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.grad})
 
@@ -154,7 +154,7 @@ class KeepFloat64(TorchFunctionMode):
         if func is torch._amp_foreach_non_finite_check_and_unscale_:
             return _unscaled(*args)
         is_wide = self.dtype is torch.float64
-        if is_wide or (self.dtype not in _HALVES and any(map(_is_wide, args))):
+        if is_wide or (self.dtype not in HALVES and any(map(_is_wide, args))):
             func = Tensor.double if func is Tensor.float else func
             args = tuple(map(_wide, args))
             kwargs = {key: _wide(value) for key, value in kwargs.items()}

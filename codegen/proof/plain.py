@@ -25,6 +25,7 @@ from torch.utils.data import IterableDataset, default_collate
 
 from autopar.codegen.proof.draws import DrawRecorder, NotedDraw
 from autopar.codegen.proof.exactness import (
+    HALVES,
     ExactMode,
     KeepFloat64,
     all_steps,
@@ -113,9 +114,6 @@ def _as_scripts_do(file: ModelFile, dataset: Any, rows: int, seed: int) -> Itera
         stop(mesh)
 
 
-HALVES = (torch.bfloat16, torch.float16)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
     """The settings of a training in one process."""
@@ -137,6 +135,12 @@ class Task:
     device: str = "cpu"
     local: LocalSteps | None = None
     sums: SentSums | None = None  # how data ranks compress gradients; None if they lose nothing
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype of the training."""
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
 
 
 def task_of(
@@ -184,7 +188,7 @@ def cast_model(model: nn.Module, task: Task) -> nn.Module:
     In 16 bits, norms with running statistics and most buffers keep their dtypes. In float64,
     complex tensors become complex128.
     """
-    dtype: torch.dtype = getattr(torch, task.dtype)
+    dtype = task.torch_dtype
     tensors = [*model.parameters(), *model.buffers()]
     if dtype in HALVES:
         norms = [one for one in model.modules() if getattr(one, "track_running_stats", False)]
@@ -228,9 +232,9 @@ def scheduler_of(
     if file.build_scheduler is not None:
         made: LRScheduler = file.build_scheduler(optimizer)
         return made
-    return (
-        None if file.build_optimizer is not None else _default_rates(optimizer, task.adamw, steps)
-    )
+    if file.build_optimizer is not None:
+        return None
+    return _default_rates(optimizer, task.adamw, steps)
 
 
 def _default_optimizer(parameters: list[nn.Parameter], adamw: AdamWDefaults) -> AdamW:
@@ -266,8 +270,8 @@ def _loss_in(outputs: Any) -> Any:
 
 
 def _taken(value: Tensor, task: Task) -> Tensor:
-    dtype: torch.dtype = getattr(torch, task.dtype)
-    return value.to(dtype) if dtype in HALVES and value.is_floating_point() else value
+    is_cast = task.torch_dtype in HALVES and value.is_floating_point()
+    return value.to(task.torch_dtype) if is_cast else value
 
 
 def _single(tensor: Tensor) -> Tensor:
@@ -302,7 +306,7 @@ class _Replica:
 
     def learn(self, batch: Batch, weight: float) -> float:
         """Take a step, and return the weighted loss."""
-        dtype: torch.dtype = getattr(torch, self.task.dtype)
+        dtype = self.task.torch_dtype
         with ExactMode(dtype):
             weighted = partial(self._weighted, weight)
             loss = self.sent.backward(self.model, weighted, cast_batch(batch, dtype))
@@ -335,9 +339,8 @@ def train_alone(task: Task) -> TrainedAlone:
         if outer is not None:
             outer.step_parts(step)
     parameters = [wide_copies(dict(trained_tensors(one))) for one in models]
-    dtype: torch.dtype = getattr(torch, task.dtype)
-    batch = cast_batch(next(batches), dtype)
-    with DrawRecorder(unseeded=-1) as drawing, KeepFloat64(dtype):
+    batch = cast_batch(next(batches), task.torch_dtype)
+    with DrawRecorder(unseeded=-1) as drawing, KeepFloat64(task.torch_dtype):
         loss_of(replicas[0].model, file, batch, task).backward()  # type: ignore[no-untyped-call]
     first, *others = (
         TrainedAlone(

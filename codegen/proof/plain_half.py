@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from autopar.codegen.proof.exactness import ExactMode
+from autopar.codegen.proof.exactness import HALVES, ExactMode
 from autopar.codegen.proof.plain import (
-    HALVES,
     Task,
     batches_of,
     build_alone,
@@ -75,7 +74,8 @@ def _trained(task: Task) -> PlainHalf:
     file = load_model_file(task.spec, task.arguments)
     both = _built(file, task)
     initial = both.copies()
-    types = {name: _name(one.dtype) for name, one in both.computing.named_buffers()}
+    buffers = both.computing.named_buffers()
+    types = {name: str(one.dtype).removeprefix("torch.") for name, one in buffers}
     losses = _losses(file, both, task)
     named = both.masters.named_parameters()
     return PlainHalf(
@@ -89,12 +89,12 @@ def _trained(task: Task) -> PlainHalf:
 
 
 def _built(file: ModelFile, task: Task) -> _Both:
-    dtype: torch.dtype = getattr(torch, task.dtype)
+    is_half = task.torch_dtype in HALVES
     masters = build_alone(file, task)
     for parameter in masters.parameters():
         if parameter.dtype in HALVES:
             parameter.data = parameter.data.float()
-    computing = masters if dtype not in HALVES else cast_model(build_alone(file, task), task)
+    computing = cast_model(build_alone(file, task), task) if is_half else masters
     if task.float8_layers:
         use_float8(computing, task.float8_layers, task.scaling)
     return _Both(masters, computing)
@@ -102,13 +102,12 @@ def _built(file: ModelFile, task: Task) -> _Both:
 
 def _losses(file: ModelFile, both: _Both, task: Task) -> tuple[float, ...]:
     """Train, and return the loss of each step."""
-    dtype: torch.dtype = getattr(torch, task.dtype)
     batches = batches_of(file, task)
     optimizer = optimizer_of(file, both.masters, task)
     scheduler = scheduler_of(file, optimizer, task, steps=task.steps)
-    scale, losses = FIRST_SCALE if dtype is torch.float16 else 1.0, []
+    scale, losses = FIRST_SCALE if task.torch_dtype is torch.float16 else 1.0, []
     for batch in islice(batches, task.steps):
-        with ExactMode(dtype):
+        with ExactMode(task.torch_dtype):
             loss = loss_of(both.computing, file, batch, task)
             (loss.float() * scale).backward()  # type: ignore[no-untyped-call]
         losses.append(loss.item())
@@ -136,7 +135,3 @@ def _stepped(both: _Both, optimizer: Optimizer, task: Task, scale: float) -> boo
                 parameter.copy_(master)
     optimizer.zero_grad()
     return fits
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
 
+from autopar.codegen.proof.replicas import rows_of_ranks
 from autopar.planner.axes.infer import GraphAxes, infer_axes
 from autopar.planner.findings.optimizer_call import learning_parameters
 from autopar.planner.graph.layouts import WHOLE, Layout, LayoutKind
@@ -39,21 +39,12 @@ class RowsMeetError(Exception):
 class SentSums:
     """How a plan's data ranks share the rows of a step, and which gradients they compress."""
 
-    rows: tuple[int, ...]  # of a microbatch, for each data rank
-    microbatches: int
+    rows: tuple[tuple[int, ...], ...]  # of a step, for each data rank
     together: int  # data ranks whose sum is compressed: those of one copy, if there are copies
     gathers: bool  # the mean is compressed, too, and gathered
     is_low_rank: bool  # by PowerSGD, not in int8
     # the parameters, with the shards of them that tensor ranks hold
     shards: tuple[tuple[str, tuple[Chunks, ...]], ...]
-
-    def rows_of_ranks(self) -> Iterator[list[int]]:
-        """Yield each data rank's rows of a step."""
-        block = sum(self.rows)
-        ends = list(accumulate(self.rows, initial=0))
-        for rank, count in enumerate(self.rows):
-            starts = (number * block + ends[rank] for number in range(self.microbatches))
-            yield [row for start in starts for row in range(start, start + count)]
 
 
 def sent_sums(plan: Plan) -> SentSums | None:
@@ -61,13 +52,10 @@ def sent_sums(plan: Plan) -> SentSums | None:
     arranged = plan.arrangement
     if not arranged.compression.keeps_lost:
         return None
-    copies, is_low_rank = (
-        arranged.data // arranged.optimizer_ranks,
-        arranged.compression.is_low_rank,
-    )
+    copies = arranged.data // arranged.optimizer_ranks
+    is_low_rank = arranged.compression.is_low_rank
     return SentSums(
-        rows=arranged.rows or (arranged.microbatch,) * arranged.data,
-        microbatches=arranged.microbatches,
+        rows=tuple(map(tuple, rows_of_ranks(arranged))),
         together=arranged.optimizer_ranks if copies > 1 and not is_low_rank else 1,
         gathers=copies > 1,
         is_low_rank=is_low_rank,
@@ -165,8 +153,8 @@ class SentGradients:
         """Yield the gradients of each data rank's rows; the model's buffers stay as they are."""
         assert self.sums is not None
         before = [(buffer, buffer.clone()) for buffer in model.buffers()]
-        for rows in self.sums.rows_of_ranks():
-            own = {k: v[rows] if isinstance(v, Tensor) else v for k, v in batch.items()}
+        for rows in self.sums.rows:
+            own = {k: v[list(rows)] if isinstance(v, Tensor) else v for k, v in batch.items()}
             loss_of(own).backward()  # type: ignore[no-untyped-call]
             yield _taken(model, keeps=False)
         for buffer, value in before:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib.util import module_from_spec, spec_from_file_location
 from itertools import accumulate, pairwise
+from runpy import run_path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from autopar.planner.costs.prediction import Arrangement
 from autopar.planner.errors import InputError
 from autopar.planner.findings.loss import Follows, loss_of_parts
 from autopar.planner.plan.plan import Plan
@@ -46,41 +47,44 @@ class LocalSteps:
         replicas = len(parts)
         if self.sums_rows:
             return [float(replicas)] * replicas
-        script: Any = _loaded(self.counting_script) if self.counting_script else None
-        if not hasattr(script, "valid_targets"):
+        script = _globals_of(self.counting_script) if self.counting_script else {}
+        if "valid_targets" not in script:
             return [len(rows) * replicas / sum(map(len, self.rows)) for rows in self.rows]
-        counts = [script.valid_targets(one).double() for one in parts]
+        counts = [script["valid_targets"](one).double() for one in parts]
         if counts[0].numel() > 1:
             raise InputError(
                 "one process cannot play replicas whose loss adds several means",
                 fix="verify the plan without local steps",
             )
-        divisor = getattr(script, "divisor", lambda counted, _: counted)
+        divisor = script.get("divisor", lambda counted, _: counted)
         whole = float(divisor(torch.stack(counts).sum(0), replicas)) or 1.0
         return [float(divisor(one, 1)) * replicas / whole for one in counts]
 
 
 @cache
-def _loaded(path: str) -> Any:
-    spec = spec_from_file_location("counting_script", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def _globals_of(script: str) -> Mapping[str, Any]:
+    return run_path(script)
+
+
+def rows_of_ranks(arranged: Arrangement) -> list[list[int]]:
+    """Return each data rank's rows of a global batch."""
+    each = arranged.rows or (arranged.microbatch,) * arranged.data
+    starts = range(0, arranged.global_batch, arranged.block)
+    return [
+        [start + row for start in starts for row in range(low, high)]
+        for low, high in pairwise([0, *accumulate(each)])
+    ]
 
 
 def local_steps(plan: Plan) -> LocalSteps:
     """Return the replicas of a plan, with short rounds."""
     arranged = plan.arrangement
-    each = arranged.rows or (arranged.microbatch,) * arranged.data
-    ends = [0, *accumulate(each)][:: arranged.shard]
+    ranks, size = rows_of_ranks(arranged), arranged.shard
     every, delay = short_round(arranged.outer_parts, plan.prediction.outer_delay)
-    starts = range(0, arranged.global_batch, arranged.block)
     return LocalSteps(
         rows=tuple(
-            tuple(start + row for start in starts for row in range(low, high))
-            for low, high in pairwise(ends)
+            tuple(sorted(row for rows in ranks[first : first + size] for row in rows))
+            for first in range(0, arranged.data, size)
         ),
         sums_rows=loss_of_parts(plan.graph).follows is Follows.SUM,
         rate=arranged.outer.rate,

@@ -218,9 +218,6 @@ def verify(
     settings, not_compiled = _compiled_here(plan, compiles=compiles)
     if plan.arrangement.compile.takes_layers and not settings:
         patience += COMPILING_SECONDS
-    kinds = {"exact": _options(steps, "float64")}
-    if half is not None:
-        kinds["half"] = _options(half_steps, half[0].dtype)
     with TemporaryDirectory(prefix="autopar-verify-") as name:
         job = Job(
             folder=Path(name),
@@ -228,8 +225,8 @@ def verify(
             clip_norm=script.clip_norm,
             compresses=not not_compressed,
             counts_messages=plan.arrangement.compile.fuses_messages and not settings,
-            exact=kinds["exact"],
-            in_half=kinds.get("half", ()),
+            exact=_options(steps, "float64"),
+            in_half=() if half is None else _options(half_steps, half[0].dtype),
         )
         found = trained_by_script(script.path, ranks, job, settings)
     comparison = compared(found["exact"], expected, axes_of(plan))
@@ -238,23 +235,13 @@ def verify(
     faults, more = _draws_again(plan, script) if expected.draws else ((), ())
     notes = (
         *notes,
-        *_notes_on_types(plan),
-        *_local_notes(plan, task),
+        *_plan_notes(plan, task),
         *not_compressed,
         *not_compiled,
         *fusing_notes(found["exact"], script.path),
         *more,
     )
     return replace(comparison, faults=(*comparison.faults, *faults), notes=notes)
-
-
-def _local_notes(plan: Plan, task: Task) -> Iterator[str]:
-    """Yield a note on how local steps are compared."""
-    if task.local is not None:
-        yield (
-            f"one process played all replicas; outer steps follow after {task.local.every} local "
-            f"steps, not after {plan.arrangement.sync_every}, and float64 alone is compared"
-        )
 
 
 def _trained_alone(task: Task, plan: Plan) -> tuple[TrainedAlone, tuple[str, ...]]:
@@ -272,12 +259,18 @@ def _trained_alone(task: Task, plan: Plan) -> tuple[TrainedAlone, tuple[str, ...
         return train_alone(replace(task, sums=None)), (note,)
 
 
-def _notes_on_types(plan: Plan) -> Iterator[str]:
-    """Yield notes on which of the compared trainings multiply in float8, or compress gradients."""
-    if plan.arrangement.compression.keeps_lost and plan.arrangement.precision.is_half:
-        yield f"nothing is compared in {plan.arrangement.precision} with compressed gradients"
-    if plan.arrangement.float8 is not Float8.NONE:
-        yield f"products are in float8 beside {plan.arrangement.precision}, and not beside float64"
+def _plan_notes(plan: Plan, task: Task) -> Iterator[str]:
+    """Yield notes on what is compared of compressed gradients, float8 and local steps."""
+    arranged = plan.arrangement
+    if arranged.compression.keeps_lost and arranged.precision.is_half:
+        yield f"nothing is compared in {arranged.precision} with compressed gradients"
+    if arranged.float8 is not Float8.NONE:
+        yield f"products are in float8 beside {arranged.precision}, and not beside float64"
+    if task.local is not None:
+        yield (
+            f"one process played all replicas; outer steps follow after {task.local.every} local "
+            f"steps, not after {arranged.sync_every}, and float64 alone is compared"
+        )
 
 
 def _compiled_here(plan: Plan, *, compiles: bool) -> tuple[Mapping[str, str], tuple[str, ...]]:

@@ -41,7 +41,7 @@ from autopar.codegen.proof.dryrun.memory import (
     cuda_kernels,
     kept_on_host,
 )
-from autopar.codegen.proof.script_rank import imported
+from autopar.codegen.proof.script_rank import imported, parts_of
 from autopar.runtime.data.batches import Batch
 from autopar.runtime.data_parallel.wrapping import buckets_of
 from autopar.runtime.ranks.transport import HostLink
@@ -83,22 +83,13 @@ def _index(mode: Any, op: Any, values: Tensor, indices: Sequence[Tensor | None])
 
 
 def _grouped_mm(
-    mode: Any,
-    _op: Any,
-    rows: Tensor,
-    matrices: Tensor,
-    offs: Tensor | None = None,
-    *_: Any,
-    **__: Any,
-) -> Tensor:
+    mode: Any, _op: Any, rows: Tensor, matrices: Tensor, offs: Tensor | None = None,
+    *_: Any, **__: Any,
+) -> Tensor:  # fmt: skip
     """Make a result of the right shape; torch infers it for bfloat16 only."""
-    groups = () if rows.dim() + matrices.dim() == 5 else (_groups(rows, offs),)
+    groups = () if rows.dim() + matrices.dim() == 5 else (len(rows if offs is None else offs),)
     with mode:
         return rows.new_empty((*groups, rows.shape[-2], matrices.shape[-1]))
-
-
-def _groups(rows: Tensor, offs: Tensor | None) -> int:
-    return rows.shape[0] if offs is None else offs.numel()
 
 
 _INDEX = fake_impls.op_implementations_dict[_ATEN.index.Tensor]
@@ -350,9 +341,8 @@ def run_first_step(
             load_weights(*args, **kwargs)
 
         def step(model: Any, optimizer: Optimizer, *args: Any) -> None:
-            parts = [model] if isinstance(model, nn.Module) else model.parts
             taken = partial(train_step, model, optimizer, *args)
-            run(FirstStep(taken, parts, optimizer, args), entered[0])
+            run(FirstStep(taken, parts_of(model), optimizer, args), entered[0])
             raise _StepRecordedError
 
         script.load_weights, script.train_step = load, step

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import yaml
 
-from autopar.codegen.launch.tool_facts import ToolFacts, facts_of_layers, tool_facts
+from autopar.codegen.launch.tool_facts import ToolFacts, tool_facts
 from autopar.codegen.launch.tools import TOOLS, tool_files
 from autopar.planner.costs.prediction import Recompute, Zero
 from autopar.planner.costs.schedules.table import ScheduleKind, rank_of
@@ -121,9 +121,8 @@ def needed_by(plan: Plan) -> ToolPlan:
 
 
 def facts_of(plan: Plan) -> ToolFacts:
-    """Return a plan's facts, with the layers of the shared graph."""
-    graph, axes, layers = parts_of("llama.py", f"layers={BLOCKS}")
-    return facts_of_layers(plan, axes, layers) if plan.graph is graph else tool_facts(plan)
+    """Return a plan's facts."""
+    return tool_facts(plan)
 
 
 def files(tool: str, plan: Plan) -> dict[str, str]:
