@@ -6,7 +6,6 @@ import shutil
 from pathlib import Path
 
 from autopar import runtime
-from autopar.codegen.script.model_calls import absent_notes
 from autopar.codegen.script.render import (
     FILE_NAME,
     check_script,
@@ -17,7 +16,7 @@ from autopar.codegen.script.render import (
 )
 from autopar.codegen.script.view import script_view
 from autopar.codegen.subject import BuiltModel as BuiltModel
-from autopar.codegen.subject import PlannedSubject, subject_of
+from autopar.codegen.subject import PlannedSubject, absent_notes, subject_of
 from autopar.planner.errors import InputError
 from autopar.planner.files import (
     check_writable,

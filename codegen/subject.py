@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -230,3 +231,29 @@ def _check_same_modules(plan: Plan, model: nn.Module, path: Path) -> None:
 
 def _sized(shape: tuple[int, ...] | None) -> str:
     return "is not there" if shape is None else f"has the shape {list(shape)}"
+
+
+def evaluation_notes(subject: PlannedSubject) -> Iterator[str]:
+    """Yield notes on how evaluations differ from those of the model in one process."""
+    opened, modules = subject.opened, subject.modules
+    paths = {path for one in opened.classes for path in one.instances}
+    paths |= {subject.graph.calls[call].path for call in opened.inlined}
+    paths |= {""} if opened.stages else set()
+    found = (modules[path] for path in paths if path in modules)
+    names = sorted({one.class_name for one in found if one.branches_in_training})
+    yield from absent_notes(subject)
+    if names:
+        yield (
+            f"evaluations run {', '.join(names)} as in training, but for dropout and batch norms: "
+            "the forward asks self.training, and the code printed here has only that branch."
+        )
+
+
+def absent_notes(subject: PlannedSubject) -> Iterator[str]:
+    """Yield a note on the model's outputs that metrics() cannot use, if there are any."""
+    if subject.opened.absent:
+        yield (
+            f"metrics() cannot use {', '.join(subject.opened.absent)}. A script that contains code "
+            "of the model only has outputs on which the loss depends, and only those that reach "
+            "the code of the loss, in tuples, dicts, dataclasses and namedtuples."
+        )

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from autopar.codegen.forward.opening import is_changed, is_split_random
-from autopar.codegen.forward.opening.opener import may_read_parts
+from autopar.codegen.forward.opening import is_changed, is_split_random, may_read_parts
 from autopar.codegen.forward.reading.forward_source import as_tuple, is_mapping, pairs
 from autopar.codegen.forward.reading.modules import (
     Imported,

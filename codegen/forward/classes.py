@@ -5,13 +5,14 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.codegen.forward.body import BodyBuilder
 from autopar.codegen.forward.opened import CrossingTensor, bind_batch, returned
 from autopar.codegen.forward.opening import Opening, splits_rows
 from autopar.codegen.forward.reading.forward_source import LOSS, as_tuple, is_mapping, pairs
-from autopar.codegen.forward.reading.modules import Argument, Module
+from autopar.codegen.forward.reading.modules import Argument, Imported, Module, Modules
+from autopar.codegen.forward.reading.split import SplitGraph
 from autopar.codegen.forward.scope import PrintAgainError
 from autopar.codegen.forward.writing import Style, written
 from autopar.codegen.text.expressions import (
@@ -104,7 +105,7 @@ class PrintedForward:
 def printed_forward(opening: Opening, call: str) -> PrintedForward:
     """Return the printed forward of an opened call, with the signature of the original."""
     record = opening.split.graph.calls[call]
-    module = opening.split.modules[record.path]
+    module = _annotated(opening.split.modules[record.path], opening.split)
     builder = BodyBuilder(opening, call)
     for name, value in bound(module, record.arguments, record.keywords):
         _bind(builder, name, value)
@@ -131,6 +132,29 @@ def forward(
         lines=(*head, f'        """{docstring}"""', *lines),
         uses_axis="self.tensor" in "\n".join(lines),
     )
+
+
+def _annotated(module: Module, split: SplitGraph) -> Module:
+    """Return a module whose forward declares tensors as such, if every call of its class shows it.
+
+    Many authors leave annotations out.
+    """
+    modules = split.modules
+    calls = [c for c in split.graph.calls.values() if _home(c.path, modules) == module.home]
+    given = [dict(bound(modules[c.path], c.arguments, c.keywords)) for c in calls]
+    arguments = tuple(
+        replace(argument, annotation="Tensor")
+        if argument.annotation == "Any"
+        and all(isinstance(values.get(argument.name), Ref) for values in given)
+        else argument
+        for argument in module.arguments
+    )
+    gives = module.returns == "Any" and all(isinstance(c.result, Ref) for c in calls)
+    return replace(module, arguments=arguments, returns="Tensor" if gives else module.returns)
+
+
+def _home(path: str, modules: Modules) -> Imported | None:
+    return modules[path].home if path in modules else None
 
 
 def _does(module: Module) -> str:
@@ -224,6 +248,12 @@ def class_source(
     if declared:
         lines += [*(f"    {field}" for field in declared), ""]
     return "\n".join([*lines, *printed.lines]) + "\n"
+
+
+def own_name(base: str, opening: Opening) -> str:
+    """Return the name of the class that a script makes of one of the model's classes."""
+    prefix = "TensorParallel" if opening.split.degree > 1 else "Opened"
+    return f"{prefix}{base.removeprefix('nn.')}"
 
 
 def base_name(module: Module) -> str:

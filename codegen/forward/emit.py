@@ -12,6 +12,7 @@ from autopar.codegen.forward.classes import (
     base_name,
     class_source,
     described,
+    own_name,
     printed_forward,
 )
 from autopar.codegen.forward.opened import (
@@ -244,11 +245,10 @@ def _classes(printed: dict[str, PrintedForward], opening: Opening) -> Iterable[O
         if path not in paths:
             paths.append(path)
     taken: set[str] = set()
-    prefix = "TensorParallel" if opening.split.degree > 1 else "Opened"
     for (home, forward), paths in alike.items():
         module = modules[paths[0]]
         base = base_name(module)
-        stem = f"{prefix}{base}"
+        stem = own_name(base, opening)
         name = next(n for n in (stem, *(f"{stem}{i}" for i in range(2, 999))) if n not in taken)
         taken.add(name)
         doc = described(opening, paths[0])

@@ -281,6 +281,13 @@ class OpenedSource:
     absent: tuple[str, ...] = ()
 
     @property
+    def imported(self) -> tuple[Imported, ...]:
+        """The classes and functions that the script imports to extend or call them."""
+        classes = (*self.classes, *(stage.cls for stage in self.stages))
+        bases = (cls.base for cls in classes if not cls.base.name.startswith("nn."))
+        return (*dict.fromkeys(bases), *self.functions)
+
+    @property
     def is_printed(self) -> bool:
         """Whether the script contains code of the model."""
         return bool(self.classes or self.stages or self.loss)

@@ -19,6 +19,7 @@ from autopar.codegen.forward.classes import (
     class_source,
     described,
     forward,
+    own_name,
     printed_crossing,
     printed_forward,
 )
@@ -97,8 +98,7 @@ def _whole(opening: Opening) -> StageClass:
 
 
 def _whole_name(opening: Opening) -> str:
-    prefix = "TensorParallel" if opening.split.degree > 1 else "Opened"
-    return f"{prefix}{base_name(opening.split.modules[ROOT])}"
+    return own_name(base_name(opening.split.modules[ROOT]), opening)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

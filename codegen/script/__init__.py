@@ -73,6 +73,7 @@ class BuildView:
     compiling: Source  # the call that compiles layers with torch.compile, or ""
     recomputations: tuple[Source, ...]  # the calls that recompute layers, or save on the host
     wrapping: Source
+    stage_indices: Source  # the call that returns a rank's stages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +86,7 @@ class StepView:
     axis_argument: Source
     axis_value: Source
     loss: Source
+    loss_is_given: bool  # the model's outputs have the loss
     counting: Source  # the function that counts a batch's targets
     waits_for_last: Source  # a comment on work that waits for the last microbatch
     scales_loss: bool  # fp16

@@ -12,6 +12,7 @@ from autopar.codegen.forward.opened import CrossingTensor, OpenedSource, StageCl
 from autopar.codegen.forward.reading.modules import LOSS_STAGE
 from autopar.codegen.script.parameter_tables import (
     aliases_of,
+    has_buckets_apart,
     names_with_aliases,
     numbered_tuple,
     outermost,
@@ -29,7 +30,7 @@ from autopar.codegen.text.values import (
     tuple_of,
 )
 from autopar.planner.axes.infer import GraphAxes
-from autopar.planner.costs.prediction import Recompute
+from autopar.planner.costs.prediction import Arrangement, Recompute
 from autopar.planner.errors import LostLayersError
 from autopar.planner.findings.optimizer_call import learning_parameters
 from autopar.planner.findings.writes import writing_calls
@@ -71,6 +72,12 @@ def stages_table(plan: Plan, opened: OpenedSource, axes: GraphAxes) -> Source:
         crossing = assigned("CROSSING", gives[0], "the tensors that each stage sends to the next")
         stages = Source(f"{crossing}\n{stages}")
     return stages
+
+
+def rank_stages(arranged: Arrangement) -> Source:
+    """Return the call that returns the stages of a pipeline rank."""
+    several = ", STAGES_PER_RANK" * (arranged.stages_per_rank > 1)
+    return Source(f"stage_indices(SCHEDULE, mesh.pipeline.rank, PIPELINE{several})")
 
 
 def crossing_names(opened: OpenedSource) -> dict[str, Source]:
@@ -175,7 +182,8 @@ def ties_table(plan: Plan, opened: OpenedSource) -> Source:
         if len(ranks) > 1 and name in learning:
             shared = literal(tuple(sorted(set(ranks))))
             rows.append(call("Tie", tuple_of(*map(literal, names)), shared))
-    meaning = "shared weights, and their pipeline ranks"
+    apart = "; their gradients have buckets apart" * has_buckets_apart(plan.arrangement)
+    meaning = f"shared weights, and their pipeline ranks{apart}"
     return assigned("TIES", tuple_of(*rows), meaning) if rows else Source()
 
 

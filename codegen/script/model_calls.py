@@ -214,7 +214,12 @@ def reading(plan: Plan, subject: PlannedSubject) -> Source:
     arguments += _own_rows(subject.opened)
     if images(plan, subject):
         arguments.append("channels_last=IMAGES")
-    return Source(call("read_batches", *arguments).laid_out(before=11, indent=4))
+    laid_out = call("read_batches", *arguments).laid_out(before=11, indent=4)
+    return Source(laid_out.replace(f"{_UNREPEATED},\n", f"{_UNREPEATED},  # {_WHY_UNREPEATED}\n"))
+
+
+_UNREPEATED = "may_repeat=False"
+_WHY_UNREPEATED = "rows meet in a microbatch, so none may stand there twice"
 
 
 def _counting(opened: OpenedSource) -> list[str]:
@@ -268,7 +273,7 @@ def _fewer_rows(plan: Plan, subject: PlannedSubject) -> Iterator[str]:
     elif least > 1:
         yield f"fewest={least}"
     if not is_whole and (has_batch_norm(plan.graph) or meeting_rows(plan.graph) is not None):
-        yield "may_repeat=False"
+        yield _UNREPEATED
 
 
 def _is_of_planned_rows(plan: Plan, subject: PlannedSubject) -> bool:
@@ -307,32 +312,6 @@ def plain_model(plan: Plan, subject: PlannedSubject) -> Source:
     if plan.graph.own_gradients:
         given.append("needs_gradients=True")
     return Source(call("PlainModel", *given).flat)
-
-
-def evaluation_notes(subject: PlannedSubject) -> Iterator[str]:
-    """Yield notes on how evaluations differ from those of the model in one process."""
-    opened, modules = subject.opened, subject.modules
-    paths = {path for one in opened.classes for path in one.instances}
-    paths |= {subject.graph.calls[call].path for call in opened.inlined}
-    paths |= {""} if opened.stages else set()
-    found = (modules[path] for path in paths if path in modules)
-    names = sorted({one.class_name for one in found if one.branches_in_training})
-    yield from absent_notes(subject)
-    if names:
-        yield (
-            f"evaluations run {', '.join(names)} as in training, but for dropout and batch norms: "
-            "the forward asks self.training, and the code printed here has only that branch."
-        )
-
-
-def absent_notes(subject: PlannedSubject) -> Iterator[str]:
-    """Yield a note on the model's outputs that metrics() cannot use, if there are any."""
-    if subject.opened.absent:
-        yield (
-            f"metrics() cannot use {', '.join(subject.opened.absent)}. A script that contains code "
-            "of the model only has outputs on which the loss depends, and only those that reach "
-            "the code of the loss, in tuples, dicts, dataclasses and namedtuples."
-        )
 
 
 def rank_modules(plan: Plan) -> Source:

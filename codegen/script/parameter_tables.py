@@ -19,6 +19,7 @@ from autopar.codegen.text.values import (
     unpacked,
 )
 from autopar.planner.axes.infer import GraphAxes
+from autopar.planner.costs.prediction import Arrangement
 from autopar.planner.findings.optimizer_call import learning_parameters
 from autopar.planner.findings.writes import steady_buffers
 from autopar.planner.graph.graph import Graph
@@ -193,12 +194,30 @@ _WITH_PARTS = "Split(dim, parts); a part is (blocks, elements of a block), and b
 
 def replicated_table(plan: Plan) -> Source:
     """Return the list of whole parameters whose gradients tensor ranks add up."""
-    summed = dict.fromkeys(_summed(plan) if plan.arrangement.tensor > 1 else (), True)
+    summed = set(_summed(plan) if plan.arrangement.tensor > 1 else ())
     if not summed:
         return Source()
-    names = (one for one, _ in numbered_rows(patterns(summed, names_with_aliases(plan.graph))))
-    meaning = "each tensor rank has all of these; train_step adds up their gradients over the ranks"
+    names = (one for one, _ in numbered_rows(_modules_of(summed, plan.graph)))
+    kept = (
+        ", which have buckets apart" if has_buckets_apart(plan.arrangement) else " over the ranks"
+    )
+    meaning = f"whole on each tensor rank; train_step adds up their gradients{kept}"
     return assigned("REPLICATED", tuple_of(*map(unpacked, names)), meaning)
+
+
+def _modules_of(chosen: Collection[str], graph: Graph) -> dict[str, bool]:
+    """Return a table of chosen parameters, with modules in place of all that they have."""
+    aliases = aliases_of(graph)
+    names = [alias for one in graph.parameters for alias in aliases[one.name]]
+    found = dict.fromkeys(outermost(chosen, names), True)
+    around = (name.split(".") for name in names)
+    known = [".".join(parts[: end + 1]) for parts in around for end in range(len(parts))]
+    return patterns(found, [one for one in known if not _is_within(one, found)])
+
+
+def _is_within(name: str, modules: Collection[str]) -> bool:
+    parts = name.split(".")
+    return any(".".join(parts[:end]) in modules for end in range(1, len(parts)))
 
 
 def names_with_aliases(graph: Graph) -> Iterator[str]:
@@ -239,6 +258,12 @@ def half_buffers(plan: Plan) -> Source:
     names = patterns(found, [one.name for one in plan.graph.buffers])
     meaning = "buffers that are cast to 16 bits, too, because the model computes with them"
     return assigned("HALF_BUFFERS", tuple_of(*map(literal, names)), meaning) if found else Source()
+
+
+def has_buckets_apart(arranged: Arrangement) -> bool:
+    """Whether gradients that other axes also add up are in buckets of their own."""
+    divides = arranged.zero.gathers_updated and arranged.shard > 1
+    return divides or arranged.compression.keeps_lost
 
 
 def _splits(plan: Plan, axes: GraphAxes) -> Iterator[tuple[str, tuple[str, str]]]:

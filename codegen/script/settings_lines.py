@@ -16,14 +16,13 @@ from autopar.planner.costs.ops.measurements import Provenance
 from autopar.planner.costs.prediction import Arrangement, CommunicationTerm
 from autopar.planner.findings.loss import Follows, loss_of_parts
 from autopar.planner.graph.graph import Graph
-from autopar.planner.plan.plan import Model, Plan
+from autopar.planner.plan.plan import Model, Plan, RunnerUp
 from autopar.planner.plan.search.space import DEFAULT_BUCKET_BYTES
 from autopar.planner.plan.telling.explanation import (
     MEMORY_CATEGORIES,
     host_words,
     part_words,
     shares_of,
-    simpler_words,
 )
 from autopar.planner.plan.telling.words import (
     ADAMW,
@@ -153,8 +152,9 @@ def planned(plan: Plan) -> Iterator[ScriptSetting]:
     if arranged.pipeline > 1:
         schedule = "the order of forwards and backwards"
         yield ScriptSetting("SCHEDULE", literal(str(arranged.schedule)), schedule)
-        per_rank = "stages on each rank; the layers of a stage are consecutive"
-        yield ScriptSetting("STAGES_PER_RANK", literal(arranged.stages_per_rank), per_rank)
+        if arranged.stages_per_rank > 1:
+            per_rank = "stages on each rank; the layers of a stage are consecutive"
+            yield ScriptSetting("STAGES_PER_RANK", literal(arranged.stages_per_rank), per_rank)
     yield from _units(plan.model, arranged)
     if any(mode.makes_chunks for mode in plan.layer_modes):
         chunks = "chunks of rows; the logits of one chunk exist at a time"
@@ -324,7 +324,7 @@ def _predicted_words(plan: Plan) -> Iterator[str]:
     yield f"Memory of the fullest device: {taken} ({memory.device_bytes / limit:.0%})"
     sizes = ((name, getattr(memory, field)) for name, field in MEMORY_CATEGORIES)
     yield from _shares(sizes, memory.device_bytes, bytes_text)
-    yield from (line for told in host_words(plan) for line in _wrapped(f"Beside it {told}"))
+    yield from (line for told in host_words(plan) for line in _wrapped(f"Beside it {told}."))
 
 
 def _exposed(term: CommunicationTerm) -> str:
@@ -353,21 +353,27 @@ def _shares(
 
 
 def _why(plan: Plan) -> Iterator[str]:
-    found = plan.prediction
-    most = max(shares_of(found), key=lambda share: share.seconds).part
-    if plan.fastest is None:
-        yield from _wrapped(f"Why this plan: {_certainty(plan)}; {part_words(found, most)}.")
-    else:
-        simpler = simpler_words(plan)
-        yield from _wrapped(f"Why this plan: {simpler[0].lower()}{simpler[1:]}.")
-        yield from _wrapped(f"{_certainty(plan)}. In this plan, {part_words(found, most)}.")
+    found, fastest = plan.prediction, plan.fastest
+    slower = "" if fastest is None else f"{_simpler(plan, fastest)}; "
+    takes = part_words(found, max(shares_of(found), key=lambda share: share.seconds).part)
+    why = f"{slower}{_certainty(plan)}. {takes[0].upper()}{takes[1:]}."
+    yield from _wrapped(f"Why this plan: {why}")
+    of = "" if fastest is None else " of another kind"
     for other in plan.runners_up[:1]:
-        slower = other.step_seconds / found.step_seconds - 1
-        of = "" if plan.fastest is None else " of another kind"
+        longer = other.step_seconds / found.step_seconds - 1
         yield from _wrapped(
             f"The next best{of}, {other_words(other.arrangement, plan.arrangement)}, takes "
-            f"{seconds_text(other.step_seconds)} ({slower:+.1%}): {other.difference}."
+            f"{seconds_text(other.step_seconds)} ({longer:+.1%}): {other.difference}."
         )
+
+
+def _simpler(plan: Plan, fastest: RunnerUp) -> str:
+    """Return how a plan compares with the fastest one, which is less simple."""
+    took, by = seconds_text(fastest.step_seconds), f"its step {plan.slower_by:.2%} longer"
+    if fastest.arrangement == plan.arrangement:
+        return f"its layouts are simpler than the fastest plan's ({took}), and {by}"
+    other = other_words(fastest.arrangement, plan.arrangement)
+    return f"it is simpler than the fastest ({other}: {took}), and {by}"
 
 
 def _certainty(plan: Plan) -> str:
@@ -375,17 +381,14 @@ def _certainty(plan: Plan) -> str:
     count, gap = plan.proof.enumerated, plan.proof.gap
     of_pinned = "no plan for the pinned arrangement"
     none = f"none of the {count:,} arrangements" if count > 1 else of_pinned
-    by = f"over {gap:.2%} faster" if gap > 0 else "faster"
-    if plan.fastest is None:
-        return f"{none} is {by}"
-    fastest = seconds_text(plan.fastest.step_seconds)
-    return f"The fastest plan found takes {fastest}, and {none} is {by} than that"
+    than = f" than {seconds_text(plan.fastest.step_seconds)}" if plan.fastest is not None else ""
+    return f"{none} is over {gap:.2%} faster{than}" if gap > 0 else f"{none} is faster{than}"
 
 
 def _wrapped(text: str, *, indent: int = 0, width: int = WIDTH) -> list[str]:
-    margin = " " * indent
+    margin, rest = " " * indent, " " * (indent and indent + 2)
     tied = _FIGURE.sub("\\1\N{NO-BREAK SPACE}\\2", text)  # a figure and its unit stay on one line
-    lines = wrap(tied, width, initial_indent=margin, subsequent_indent=margin + margin[:2])
+    lines = wrap(tied, width, initial_indent=margin, subsequent_indent=rest, break_on_hyphens=False)
     return [line.replace("\N{NO-BREAK SPACE}", " ") for line in lines]
 
 

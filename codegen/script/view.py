@@ -7,7 +7,7 @@ from pathlib import Path
 
 from autopar.codegen.forward.classes import CROSSING
 from autopar.codegen.forward.opened import OpenedSource
-from autopar.codegen.forward.reading.modules import LOSS_STAGE, Imported
+from autopar.codegen.forward.reading.modules import LOSS_STAGE
 from autopar.codegen.script import (
     BuildView,
     HeadView,
@@ -24,6 +24,7 @@ from autopar.codegen.script.layer_lists import (
     float8_call,
     layer_lists,
     own_rows_table,
+    rank_stages,
     recomputations,
     stages_table,
     ties_table,
@@ -32,7 +33,6 @@ from autopar.codegen.script.layer_lists import (
 from autopar.codegen.script.model_calls import (
     ModelCalls,
     evaluation,
-    evaluation_notes,
     first_step,
     images,
     model_arguments,
@@ -49,6 +49,7 @@ from autopar.codegen.script.model_calls import (
 )
 from autopar.codegen.script.parameter_tables import (
     half_buffers,
+    has_buckets_apart,
     numbered_rows,
     once,
     patterns,
@@ -66,7 +67,7 @@ from autopar.codegen.script.settings_lines import (
     synchronises_batch_norms,
     units_per_step,
 )
-from autopar.codegen.subject import PlannedSubject
+from autopar.codegen.subject import PlannedSubject, evaluation_notes
 from autopar.codegen.text.values import (
     Source,
     call,
@@ -83,7 +84,7 @@ def script_view(plan: Plan, subject: PlannedSubject, destination: Path) -> Scrip
     """Return the contents of a plan's script."""
     calls = model_calls(
         subject.file,
-        _imported(subject.opened),
+        subject.opened.imported,
         destination,
         is_half=plan.arrangement.precision.is_half,
     )
@@ -137,19 +138,21 @@ def _build(plan: Plan, subject: PlannedSubject, tables: ScriptTables) -> BuildVi
         compiling=compile_call(plan, subject),
         recomputations=tuple(recomputations(plan)),
         wrapping=_wrapping(plan, tables),
+        stage_indices=rank_stages(plan.arrangement),
     )
 
 
 def _step(plan: Plan, subject: PlannedSubject, calls: ModelCalls, tables: ScriptTables) -> StepView:
     opened, scales = subject.opened, plan.arrangement.precision.scales_loss
-    splits_loss = opened.loss is not None
+    splits_loss, loss = opened.loss is not None, _loss(opened, calls)
     return StepView(
         is_pipelined=_is_pipelined(plan),
         model_class=Source("Pipeline" if _is_pipelined(plan) else "nn.Module"),
         model_arguments=_model_arguments(plan, opened),
         axis_argument=Source(", tensor: Axis" if splits_loss else ""),
         axis_value=Source(", mesh.tensor" if splits_loss else ""),
-        loss=_loss(opened, calls),
+        loss=loss,
+        loss_is_given=loss.startswith("loss_in("),
         counting=Source(_counting(opened)),
         waits_for_last=waits_for_last(plan.arrangement),
         scales_loss=scales,
@@ -196,12 +199,6 @@ def _counting(opened: OpenedSource) -> str:
 
 def _is_pipelined(plan: Plan) -> bool:
     return plan.arrangement.pipeline > 1
-
-
-def _imported(opened: OpenedSource) -> Iterator[Imported]:
-    for one in (*opened.classes, *(stage.cls for stage in opened.stages)):
-        yield one.base
-    yield from opened.functions
 
 
 def _loss(opened: OpenedSource, calls: ModelCalls) -> Source:
@@ -343,8 +340,8 @@ def _optimizer(plan: Plan) -> Source:
 
 def _wrapping(plan: Plan, tables: ScriptTables) -> Source:
     """Return the call of wrap; `apart` names parameters whose gradients other axes sum, too."""
-    arguments, before, own = [*_wrap_arguments(plan)], "", plan.arrangement
-    if own.compression.keeps_lost or (own.zero.gathers_updated and own.shard > 1):
+    arguments, before = [*_wrap_arguments(plan)], ""
+    if has_buckets_apart(plan.arrangement):
         if tables.ties:
             before = "tied = [tie.names for tie in TIES]\n    "
             arguments.append("apart=[*tied, REPLICATED]" if tables.replicated else "apart=tied")

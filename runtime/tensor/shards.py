@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import combinations
 from typing import Any, TypeAlias, TypeVar
 
@@ -329,8 +330,16 @@ def named(table: Mapping[str, Value], names: Iterable[str]) -> dict[str, Value]:
 
 
 def is_listed(name: str, listed: Collection[str]) -> bool:
-    """Whether a list has a name, itself or with stars in place of some of its numbers."""
-    return name in listed or any(one in listed for one in starred(name))
+    """Whether a list has a name or a module around it, perhaps with stars for some numbers."""
+    return any(one in listed for one in _forms(name))
+
+
+@cache  # a step asks for every parameter
+def _forms(name: str) -> tuple[str, ...]:
+    """Return a name and the modules around it, each also with stars in place of numbers."""
+    parts = name.split(".")
+    around = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
+    return tuple(form for one in around for form in (one, *starred(one)))
 
 
 def split_of(group: list[TensorPlace], splits: Mapping[str, Split]) -> Split | None:

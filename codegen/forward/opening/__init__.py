@@ -1,5 +1,9 @@
 """Decides which calls are printed ("opened"), where values are converted, and where stages are cut.
 
+A module's own code may take a shard's size for that of the whole dim, or the reverse. A trace shows
+sizes as numbers, or as multiples of the batch's rows, but not which tensor they were read from. So
+the layouts of all tensors that a module's code can read decide which of its sizes may be wrong.
+
 Also finds calls that read Python state which other code stores on a module or in shared objects.
 Printed code stores no such state, and code in another stage stores it on that stage's ranks only.
 So these calls are printed, too, and get the tensors and numbers as values.
@@ -7,15 +11,28 @@ So these calls are printed, too, and get the tensors and numbers as values.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from autopar.codegen.forward.reading.forward_source import LOSS, CallTree, common
+from autopar.codegen.forward.reading.forward_source import LOSS, ROOT, CallTree, common
+from autopar.codegen.forward.reading.modules import Module
 from autopar.codegen.forward.reading.split import SplitGraph
+from autopar.planner.findings.loss import counts_rows, numbers
 from autopar.planner.graph.layouts import WHOLE, Layout
-from autopar.planner.graph.ops import BATCH, Op, StateChange, TensorOrigin, refs
+from autopar.planner.graph.ops import (
+    BATCH,
+    MODULE,
+    Extent,
+    Op,
+    StateChange,
+    TensorOrigin,
+    Value,
+    objects,
+    refs,
+)
 from autopar.planner.programs.layouts.opened import (
     argument,
     changes_code,
@@ -23,7 +40,7 @@ from autopar.planner.programs.layouts.opened import (
     size_in_arguments,
 )
 from autopar.planner.rules.rule import OpKind, is_random
-from autopar.planner.rules.signature import Dim
+from autopar.planner.rules.signature import Dim, leaves
 from autopar.planner.rules.table import rule_of
 
 
@@ -185,6 +202,17 @@ def calls_given_none(opening: Opening) -> Iterator[str]:
             yield key
 
 
+def calls_with_loops(tree: CallTree) -> frozenset[str]:
+    """Return the calls whose code runs an expression several times: a printed forward repeats it.
+
+    A loop that calls one module of a list after the other does not count: it is printed as a loop.
+    """
+    graph = tree.graph
+    runs = Counter((op.call, op.target, op.spans) for op in graph.ops if op.spans)
+    runs.update((one.parent or ROOT, one.path, one.spans) for one in graph.calls.values())
+    return frozenset(call for (call, _, _), times in runs.items() if times > 1) - {LOSS}
+
+
 def is_split_random(op: Op, split: SplitGraph) -> bool:
     """Whether an op draws random numbers that must differ between ranks."""
     return is_random(op) and any(is_split(split.made(tensor)) for tensor in op.outputs)
@@ -262,3 +290,102 @@ def _share(name: str, split: SplitGraph) -> Layout | None:
     }
     layout = wanted.pop() if len(wanted) == 1 else WHOLE
     return layout if layout.dim == 0 and is_of_rows(layout, split) else None
+
+
+def mistakes_sizes(call: str, ops: Sequence[Op], opening: Opening) -> bool:
+    """Whether a call's unchanged code may take a shard's size for a whole size, or the reverse."""
+    if _takes_sizes_of_parts(call, ops, opening):
+        return True
+    has_count = any(has_split_row_count(op, opening.split) for op in ops)
+    return has_count and not _has_own_rows_alone(call, opening)
+
+
+def _takes_sizes_of_parts(call: str, ops: Sequence[Op], opening: Opening) -> bool:
+    """Whether a call's code may read a size from a shard.
+
+    The code uses the whole size of a dim while a shard of the same axis is available, as in
+    `_, h, w = x.shape` if h is split; or it computes with a number that may be a shard's size, as
+    in `x.shape[1]`.
+    """
+    split, tree = opening.split, opening.tree
+    made = {name for op in ops for name in op.outputs}
+    made.update(*map(tree.leaving, tree.inside[call]))
+    layouts = [opening.arrives(name, call) for name in made]
+    layouts += [opening.entry(call, name) for name in tree.entering(call)]
+    layouts += [split.need(op, i) for op in ops for i in range(len(op.inputs))]
+    parts = {layout.axis for layout in layouts if is_split(layout)}
+    if not parts:
+        return False
+    return _computes_with_sizes(call, ops, parts, opening) or _shapes_parts(ops, parts, split)
+
+
+def may_read_parts(ops: Sequence[Op], split: SplitGraph) -> bool:
+    """Whether code that runs some ops may read a size from a shard."""
+    layouts = [split.need(op, i) for op in ops for i in range(len(op.inputs))]
+    layouts += [split.made(name) for op in ops for name in op.outputs]
+    parts = {layout.axis for layout in layouts if is_split(layout)}
+    if not parts:
+        return False
+    has_numbers = any(counts_rows(op) or has_split_row_count(op, split) for op in ops)
+    has_constants = not parts <= split.row_axes and any([*numbers(op)] for op in ops)
+    return has_numbers or has_constants or _shapes_parts(ops, parts, split)
+
+
+def _shapes_parts(ops: Sequence[Op], parts: AbstractSet[str], split: SplitGraph) -> bool:
+    """Whether an op takes a dim's whole size as a number, though tensors are split along it."""
+    return any(
+        not parts.isdisjoint(leaf.name for leaf in leaves(dim))
+        for op in ops
+        for dim in whole_sizes(op, split)
+    )
+
+
+def _computes_with_sizes(
+    call: str, ops: Sequence[Op], parts: AbstractSet[str], opening: Opening
+) -> bool:
+    """Whether a number in a call may be a shard's size; a trace does not show its origin."""
+    if any(map(counts_rows, ops)):
+        return True
+    module = _module(call, opening)
+    may_read = module is None or module.reads_sizes
+    has_constant = not parts <= opening.split.row_axes
+    return may_read and has_constant and any([*numbers(op)] for op in ops)
+
+
+def _has_own_rows_alone(call: str, opening: Opening) -> bool:
+    """Whether all tensors whose rows a call's code can count have only the rank's own rows."""
+    tree, module = opening.tree, _module(call, opening)
+    if module is None or module.keeps_state:
+        return False
+    record = tree.graph.calls[call]
+    if any(_possible_counts((record.arguments, tuple(value for _, value in record.keywords)))):
+        return False
+    made = (name for op in tree.ops[call] for name in op.outputs)
+    layouts = {name: opening.arrives(name, call) for name in made}
+    layouts |= {name: opening.entry(call, name) for name in tree.entering(call)}
+    return all(_is_share(name, layout, opening) for name, layout in layouts.items())
+
+
+def _module(call: str, opening: Opening) -> Module | None:
+    """Return the module of a call, or None for the loss and autograd Functions."""
+    record = None if call == LOSS else opening.tree.graph.calls[call]
+    return opening.split.modules.get(record.path) if record is not None else None
+
+
+def _possible_counts(given: Value) -> Iterator[Value]:
+    """Yield the values in arguments that may be or contain a number of rows: sizes, objects."""
+    if isinstance(given, Extent) and not given.is_constant:
+        yield given
+    elif isinstance(given, tuple):
+        for item in given:
+            yield from _possible_counts(item)
+    elif isinstance(given, str):
+        yield from (name for name in objects(given) if not name.startswith(MODULE))
+
+
+def _is_share(tensor: str, layout: Layout, opening: Opening) -> bool:
+    """Whether a tensor's batch-dependent size, if any, is the rank's share."""
+    own = opening.tree.graph.tensors.get(tensor)
+    shape = own.shape if own is not None else ()
+    varying = [number for number, size in enumerate(shape) if not size.is_constant]
+    return not varying or (is_of_rows(layout, opening.split) and varying == [layout.dim])

@@ -1,19 +1,18 @@
 """Finds the calls whose code must be printed, because the plan changes what they do.
 
-A module's own code may take a shard's size for that of the whole dim, or the reverse. A trace shows
-sizes as numbers, or as multiples of the batch's rows, but not which tensor they were read from. So
-the layouts of all tensors that a module's code can read decide which of its sizes may be wrong.
-
 Conversions are placed so that few modules must be opened: in a call that is opened already if
 possible, else in the innermost call that contains both the op that makes a tensor and the ops that
 use it.
+
+Small modules of PyTorch (`nn.Linear`, `nn.Sequential`) are printed inside their callers. Where the
+caller's own code loops, as over positions, its printed forward would repeat each line for every
+iteration. Such a caller is left as it is if possible, and its small modules are opened instead.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -22,121 +21,18 @@ from autopar.codegen.forward.opening import (
     calls_given_none,
     calls_missing_state,
     calls_with_backward_inputs,
-    has_split_row_count,
+    calls_with_loops,
     is_changed,
-    is_of_rows,
     is_split_random,
-    whole_sizes,
+    mistakes_sizes,
 )
 from autopar.codegen.forward.reading.forward_source import LOSS, ROOT, CallTree, common
 from autopar.codegen.forward.reading.modules import Module
 from autopar.codegen.forward.reading.split import SplitGraph
-from autopar.planner.findings.loss import counts_rows, numbers
 from autopar.planner.graph.layouts import WHOLE, Layout
-from autopar.planner.graph.ops import MODULE, Extent, Op, TensorOrigin, Value, objects
+from autopar.planner.graph.ops import Op, TensorOrigin
 from autopar.planner.programs.layouts.opened import is_split
 from autopar.planner.rules.rule import is_random
-from autopar.planner.rules.signature import leaves
-
-
-def mistakes_sizes(call: str, ops: Sequence[Op], opening: Opening) -> bool:
-    """Whether a call's unchanged code may take a shard's size for a whole size, or the reverse."""
-    if _takes_sizes_of_parts(call, ops, opening):
-        return True
-    has_count = any(has_split_row_count(op, opening.split) for op in ops)
-    return has_count and not _has_own_rows_alone(call, opening)
-
-
-def _takes_sizes_of_parts(call: str, ops: Sequence[Op], opening: Opening) -> bool:
-    """Whether a call's code may read a size from a shard.
-
-    The code uses the whole size of a dim while a shard of the same axis is available, as in
-    `_, h, w = x.shape` if h is split; or it computes with a number that may be a shard's size, as
-    in `x.shape[1]`.
-    """
-    split, tree = opening.split, opening.tree
-    made = {name for op in ops for name in op.outputs}
-    made.update(*map(tree.leaving, tree.inside[call]))
-    layouts = [opening.arrives(name, call) for name in made]
-    layouts += [opening.entry(call, name) for name in tree.entering(call)]
-    layouts += [split.need(op, i) for op in ops for i in range(len(op.inputs))]
-    parts = {layout.axis for layout in layouts if is_split(layout)}
-    if not parts:
-        return False
-    return _computes_with_sizes(call, ops, parts, opening) or _shapes_parts(ops, parts, split)
-
-
-def may_read_parts(ops: Sequence[Op], split: SplitGraph) -> bool:
-    """Whether code that runs some ops may read a size from a shard."""
-    layouts = [split.need(op, i) for op in ops for i in range(len(op.inputs))]
-    layouts += [split.made(name) for op in ops for name in op.outputs]
-    parts = {layout.axis for layout in layouts if is_split(layout)}
-    if not parts:
-        return False
-    has_numbers = any(counts_rows(op) or has_split_row_count(op, split) for op in ops)
-    has_constants = not parts <= split.row_axes and any([*numbers(op)] for op in ops)
-    return has_numbers or has_constants or _shapes_parts(ops, parts, split)
-
-
-def _shapes_parts(ops: Sequence[Op], parts: AbstractSet[str], split: SplitGraph) -> bool:
-    """Whether an op takes a dim's whole size as a number, though tensors are split along it."""
-    return any(
-        not parts.isdisjoint(leaf.name for leaf in leaves(dim))
-        for op in ops
-        for dim in whole_sizes(op, split)
-    )
-
-
-def _computes_with_sizes(
-    call: str, ops: Sequence[Op], parts: AbstractSet[str], opening: Opening
-) -> bool:
-    """Whether a number in a call may be a shard's size; a trace does not show its origin."""
-    if any(map(counts_rows, ops)):
-        return True
-    module = _module(call, opening)
-    may_read = module is None or module.reads_sizes
-    has_constant = not parts <= opening.split.row_axes
-    return may_read and has_constant and any([*numbers(op)] for op in ops)
-
-
-def _has_own_rows_alone(call: str, opening: Opening) -> bool:
-    """Whether all tensors whose rows a call's code can count have only the rank's own rows."""
-    tree, module = opening.tree, _module(call, opening)
-    if module is None or module.keeps_state:
-        return False
-    record = tree.graph.calls[call]
-    if any(_possible_counts((record.arguments, tuple(value for _, value in record.keywords)))):
-        return False
-    made = (name for op in tree.ops[call] for name in op.outputs)
-    layouts = {name: opening.arrives(name, call) for name in made}
-    layouts |= {name: opening.entry(call, name) for name in tree.entering(call)}
-    return all(_is_share(name, layout, opening) for name, layout in layouts.items())
-
-
-def _module(call: str, opening: Opening) -> Module | None:
-    """Return the module of a call, or None for the loss and autograd Functions."""
-    record = None if call == LOSS else opening.tree.graph.calls[call]
-    return opening.split.modules.get(record.path) if record is not None else None
-
-
-def _possible_counts(given: Value) -> Iterator[Value]:
-    """Yield the values in arguments that may be or contain a number of rows: sizes, objects."""
-    if isinstance(given, Extent) and not given.is_constant:
-        yield given
-    elif isinstance(given, tuple):
-        for item in given:
-            yield from _possible_counts(item)
-    elif isinstance(given, str):
-        yield from (name for name in objects(given) if not name.startswith(MODULE))
-
-
-def _is_share(tensor: str, layout: Layout, opening: Opening) -> bool:
-    """Whether a tensor's batch-dependent size, if any, is the rank's share."""
-    own = opening.tree.graph.tensors.get(tensor)
-    shape = own.shape if own is not None else ()
-    varying = [number for number, size in enumerate(shape) if not size.is_constant]
-    return not varying or (is_of_rows(layout, opening.split) and varying == [layout.dim])
-
 
 Way = tuple[Layout, ...]  # the layouts that a tensor is converted to, one after the other
 
@@ -153,14 +49,33 @@ def open_calls(
 
     For some calls only the placed conversions show that they must be opened. Then conversions are
     placed again, with these calls opened from the start. The result with fewer opened calls is
-    returned.
+    returned. Calls with loops that cannot be kept closed are also opened from the start.
     """
-    first = _Opener(split, tree, set(opened), set(inlined), called)
-    found = first.opening()
-    if not first.late:
-        return found
-    again = _Opener(split, tree, {*opened, *first.late}, set(inlined), called).opening()
-    return min(found, again, key=lambda one: len(one.opened))
+    kept = calls_with_loops(tree) - {*opened, *inlined}
+    while True:
+        first = _Opener(split, tree, set(opened), set(inlined), called, kept)
+        found = first.opening()
+        if again := first.late | _callers_of_chains(found):
+            second = _Opener(
+                split, tree, {*opened, *again}, set(inlined), called, kept - again
+            ).opening()
+            found = min(found, second, key=lambda one: len(one.opened))
+        if kept.isdisjoint(found.printed):
+            return found
+        kept -= found.printed
+
+
+def _callers_of_chains(found: Opening) -> frozenset[str]:
+    """Return the opened calls that call an opened `nn.Sequential`, which they can contain."""
+    tree, modules = found.tree, found.split.modules
+    chains = (
+        c for c in found.opened - {ROOT, LOSS} if _is_chain(modules.get(tree.graph.calls[c].path))
+    )
+    return found.opened.intersection(map(tree.parent, chains))
+
+
+def _is_chain(module: Module | None) -> bool:
+    return module is not None and module.is_torch and module.class_name == "Sequential"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,9 +98,11 @@ class _Opener:
         opened: set[str],
         inlined: set[str],
         called: frozenset[str],
+        kept: frozenset[str],
     ) -> None:
         self.split, self.tree, self.index = split, tree, tree.graph.index
         self.opened, self.inlined, self.called = opened, inlined, called
+        self.kept = kept  # calls with loops, which are opened only if their own code must change
         self.places: dict[tuple[str, str, Layout], str] = {}
         self.leaves: dict[str, tuple[str, Layout]] = {}
         self.late: frozenset[str] = frozenset()  # opened after conversions were placed
@@ -252,7 +169,7 @@ class _Opener:
         )
 
     def _open(self, call: str) -> None:
-        """Open a call; small modules of PyTorch are inlined into their callers instead."""
+        """Open a call; small modules of PyTorch are inlined into their callers if possible."""
         while self._is_small(call):
             self.inlined.add(call)
             call = self.tree.parent(call)
@@ -261,11 +178,21 @@ class _Opener:
     def _is_small(self, call: str) -> bool:
         if call in self.inlined:
             return True
-        if call in (LOSS, ROOT) or call in self.called:
+        if not self._is_of_torch(call) or call in self.called:
+            return False
+        around = self.tree.parent(call)
+        if around in self.opened:
+            return True
+        is_chain = bool(self.tree.inside[call])
+        return not is_chain and around not in self.kept
+
+    def _is_of_torch(self, call: str) -> bool:
+        """Whether a call runs a small module of PyTorch: without inner modules, or a Sequential."""
+        if call in (LOSS, ROOT):
             return False
         module = self.split.modules.get(self.tree.graph.calls[call].path)
-        is_chain = module is not None and module.class_name == "Sequential"
-        return module is not None and module.is_torch and (not self.tree.inside[call] or is_chain)
+        is_leaf = module is not None and module.is_torch and not self.tree.inside[call]
+        return is_leaf or _is_chain(module)
 
     # --- conversions -----------------------------------------------------------------------------
 
@@ -349,7 +276,7 @@ class _Opener:
         candidates = [home, *group.below, *group.above]
         open_already = [call for call in candidates if call in self.opened]
         usable = [call for call in candidates if call != LOSS] or [LOSS]
-        place = (open_already or usable)[0]
+        place = (open_already or [call for call in usable if call not in self.kept] or usable)[0]
         self._open(place)
         if place in group.above:
             self.leaves[group.tensor] = (place, group.layout)

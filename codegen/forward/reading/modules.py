@@ -44,11 +44,11 @@ _SCRIPT_NAMES = frozenset((*KNOWN, FIRST_STAGE, MIDDLE_STAGE, LAST_STAGE, LOSS_S
 
 @dataclass(frozen=True, slots=True, order=True, kw_only=True)
 class Imported:
-    """A class or function that a script imports: its module, its name there and in the script."""
+    """A class or function that a script uses: its module, its name there and in the script."""
 
     module: str
     qualname: str
-    name: str
+    name: str  # nn.Linear for PyTorch's modules, which need no import of their own
 
 
 def is_free(name: str) -> bool:
@@ -73,7 +73,9 @@ def imported_classes(kinds: Iterable[type]) -> Mapping[type, Imported]:
     found: dict[type, Imported] = {}
     for kind in distinct:
         own, name = imported(kind), kind.__name__
-        if not own.module.startswith("torch."):
+        if getattr(nn, name, None) is kind:
+            name = f"nn.{name}"
+        elif not own.module.startswith("torch."):
             if "." in own.qualname:
                 name = "".join(map(_capitalised, own.qualname.split(".")))
             if counts[name] > 1 or name in taken:

@@ -121,7 +121,7 @@ def time_terms(step: StepTerms, groups: RankGroups) -> tuple[TimeTerm, ...]:
         *tied,
         *outer,
         ("optimizer", step.optimizer_seconds, host),
-        ("framework", busiest.framework_seconds + step.framework_step_seconds, host),
+        ("host overhead", busiest.framework_seconds + step.framework_step_seconds, host),
     )
     return tuple(TimeTerm(name=n, seconds=s, provenance=p) for n, s, p in rows)
 
@@ -382,7 +382,7 @@ def _pipeline_term(
     each = step.arrangement.microbatches
     seconds = each * sum(step.transfer_seconds[border] for border in received)
     return CommunicationTerm(
-        reason="activations and their gradients between stages",
+        reason="activations and their gradients between stages (counted as pipeline bubble)",
         collective=Collective.POINT_TO_POINT,
         ranks=2,
         count=each * len(received),

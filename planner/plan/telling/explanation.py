@@ -139,7 +139,7 @@ class StepPart(StrEnum):
     COMPUTE = "compute"
     COMMUNICATION = "exposed communication"
     BUBBLE = "pipeline bubble"
-    OVERHEAD = "overhead"
+    OVERHEAD = "host overhead"
 
 
 TERM_PARTS: Mapping[str, StepPart] = MappingProxyType(
@@ -167,6 +167,7 @@ MEMORY_CATEGORIES = (
     ("fragments", "margin_bytes"),
     ("context", "context_bytes"),
 )
+_LEAST_NAMED = 0.005  # of the step: terms below it are not named
 _TIGHT = 0.9  # of the limit: above it, memory may have excluded faster plans
 _HELP: Mapping[StepPart, str] = MappingProxyType(
     {
@@ -308,15 +309,17 @@ def host_words(plan: StoredPlan) -> Iterator[str]:
 
 def part_words(prediction: Prediction, part: StepPart) -> str:
     """Return a part's percentage of the step, and its terms."""
-    own = [
-        (term, percent)
-        for term, percent in zip(prediction.terms, term_percents(prediction), strict=True)
-        if TERM_PARTS.get(term.name, StepPart.OVERHEAD) is part and percent
+    whole = prediction.step_seconds
+    names = [
+        term.name
+        for term in prediction.terms
+        if TERM_PARTS.get(term.name, StepPart.OVERHEAD) is part
+        and term.seconds >= _LEAST_NAMED * whole
     ]
-    names = [term.name for term, _ in own]
     added = " + ".join(names)
     words = added if part.value in names else f"{part} ({added})"
-    return f"{words} takes {sum(percent for _, percent in own)}% of the step"
+    takes = "takes" if len(names) == 1 else "take"
+    return f"{words} {takes} {part_seconds(prediction, part) / whole:.0%} of the step"
 
 
 def _help(prediction: Prediction, part: StepPart) -> str:

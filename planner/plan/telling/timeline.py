@@ -81,7 +81,7 @@ def timeline_of(plan: StoredPlan) -> Timeline:
 def slowed_step_seconds(plan: StoredPlan, factors: Sequence[float]) -> float:
     """Return the seconds of a step whose ranks compute `factors` times as long as predicted.
 
-    Messages take as long as predicted. Optimizer and framework take the factor of the slowest rank.
+    Messages take as long as predicted. Optimizer and host take the factor of the slowest rank.
     """
     stages = [
         _scaled(seconds, 1 + (factors[stage.rank] - 1) * _computed_share(predicted))
@@ -89,7 +89,7 @@ def slowed_step_seconds(plan: StoredPlan, factors: Sequence[float]) -> float:
             plan.stages, plan.prediction.stages, _stage_seconds(plan), strict=True
         )
     ]
-    on_device = _term_seconds(plan, "optimizer") + _term_seconds(plan, "framework")
+    on_device = _term_seconds(plan, "optimizer") + _term_seconds(plan, "host overhead")
     rest = _rest_seconds(plan)
     rest += (max(factors) - 1) * min(rest, on_device)
     return _pipeline_seconds(plan, stages) + rest

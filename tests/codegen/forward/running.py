@@ -35,10 +35,9 @@ def namespace(opened: OpenedSource) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for line in IN_FORWARDS.values():
         exec(line, found)
-    for one in opened.functions:
+    for one in opened.imported:
         found[one.name] = attrgetter(one.qualname)(_imported(one.module))
     for cls in (*opened.classes, *(stage.cls for stage in opened.stages)):
-        found[cls.base.name] = attrgetter(cls.base.qualname)(_imported(cls.base.module))
         exec(compile(cls.source, f"<{cls.name}>", "exec"), found)
     for source in (opened.loss, opened.valid_targets):
         if source is not None:

@@ -24,8 +24,7 @@ CONFIG = Path(__file__).parents[3] / "pyproject.toml"
 def script(opened: OpenedSource) -> str:
     """Return all sources as one file, the user's classes imported."""
     every = (*opened.classes, *(stage.cls for stage in opened.stages))
-    bases = sorted({*(cls.base for cls in every), *opened.functions})
-    user = [f"from {base.module} import {base.qualname}" for base in bases]
+    user = [f"from {one.module} import {one.qualname}" for one in sorted(set(opened.imported))]
     sources = list(dict.fromkeys(cls.source for cls in every))  # stages may share one
     sources += [source for source in (opened.loss, opened.valid_targets) if source is not None]
     body = "\n\n".join(sources)

@@ -20,17 +20,16 @@ Communication of the busiest rank in a step:
       it exposed
     gradients of parameters that are whole on the tensor axis: 1 × all-reduce over 2 ranks, 128 KiB,
       10.75 us, 10.24 us of it exposed
-    activations and their gradients between stages: 32 × point-to-point over 2 ranks, 1 GiB,
-      33.89 ms, all of it exposed
+    activations and their gradients between stages (counted as pipeline bubble): 32 × point-to-point
+      over 2 ranks, 1 GiB, 33.89 ms, all of it exposed
 Memory of the fullest device: 22.32 GiB of 68.8 GiB (32%)
     gradients 1.588 GiB, optimizer 4.764 GiB, activations 7.147 GiB, temporary copies 2.936 GiB,
       fragments 1.32 GiB, context 4.5 GiB, the rest 64 MiB
 
-Why this plan: this plan has simpler layouts than the fastest one, and its step is 0.75% longer.
-The fastest plan found takes 1.009 s, and none of the 4 arrangements is faster than that. In this
-plan, compute + optimizer takes 70% of the step.
+Why this plan: its layouts are simpler than the fastest plan's (1.009 s), and its step 0.75% longer;
+none of the 4 arrangements is faster than 1.009 s. Compute + optimizer take 69% of the step.
 """
-# Written by autopar 0.2.0 (checksum 333056a9134bc20f, plan 320b8896fea87fdb).
+# Written by autopar 0.2.0 (checksum 0eae3e37ef34bb5a, plan 320b8896fea87fdb).
 # Once you edit this file, autopar overwrites it only with --force.
 
 import sys
@@ -126,7 +125,6 @@ MICROBATCH = 1  # rows of a microbatch on each data rank
 MICROBATCHES = 16  # per step; gradients are accumulated over them
 ZERO = 3  # each data rank has a part of the parameters, gradients and optimizer states
 SCHEDULE = "1f1b"  # the order of forwards and backwards
-STAGES_PER_RANK = 1  # stages on each rank; the layers of a stage are consecutive
 GLOBAL_BATCH = MICROBATCH * MICROBATCHES * DATA  # 32 rows per step
 TOKENS_PER_STEP = GLOBAL_BATCH * 8192  # 8,192 tokens per row
 PREDICTED = ("h100-sxm", 1.017, 0.3991)  # device, seconds per step, MFU
@@ -228,12 +226,8 @@ SPLITS = {  # Split(dim): each tensor rank holds a shard along this dim
     "layers.*.mlp.down_proj.weight": Split(1),  # ffn
     "lm_head.weight": Split(0),  # vocab
 }
-# each tensor rank has all of these; train_step adds up their gradients over the ranks
-REPLICATED = (
-    "layers.*.input_layernorm.weight",
-    "layers.*.post_attention_layernorm.weight",
-    "norm.weight",
-)
+# whole on each tensor rank; train_step adds up their gradients over the ranks
+REPLICATED = ("layers.*.input_layernorm", "layers.*.post_attention_layernorm", "norm")
 LAYERS = ("embed_tokens", *expand("layers.*", range(12)), "norm", "lm_head")  # gathered one by one
 COMPILED = (*expand("layers.*", range(12)), "lm_head")  # each compiled by torch.compile
 STAGES = (
@@ -253,7 +247,7 @@ STAGES = (
 def build_model(mesh: Mesh, dtype: torch.dtype, seed: int) -> tuple[Pipeline, Recipe]:
     """Build this rank's stages on the meta device; the recipe makes their weights later."""
     stages = []
-    for index in stage_indices(SCHEDULE, mesh.pipeline.rank, PIPELINE, STAGES_PER_RANK):
+    for index in stage_indices(SCHEDULE, mesh.pipeline.rank, PIPELINE):
         model, recipe = record(new_model, seed=seed, dtype=dtype)  # one copy for each stage
         stages.append(build_stage(model, index, mesh, dtype))
     return build_schedule(SCHEDULE, stages, MICROBATCHES), recipe
@@ -278,7 +272,8 @@ def train_step(
     model: Pipeline, optimizer: Optimizer, microbatches: Sequence[Weighed], mesh: Mesh, clip: float
 ) -> tuple[Tensor, Tensor]:
     """Take a step over (batch, weight) pairs; return this rank's part of the loss, and the norm."""
-    loss = model.step(*zip(*microbatches, strict=True))  # batches, weights
+    batches, weights = zip(*microbatches, strict=True)
+    loss = model.step(batches, weights)
     sum_replicated(model.parts, REPLICATED, mesh.tensor)
     norm = clip_by_global_norm(model.parts, clip, mesh, split=SPLITS)
     optimizer.step()

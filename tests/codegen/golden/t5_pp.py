@@ -12,20 +12,20 @@ build_optimizer in the model file); linear warm-up over 2,000 steps, at most a t
 cosine down to 0.1 of that rate (no build_scheduler); gradients clipped to norm 1 (CLIP_NORM).
 
 Predicted on 2 × h100-sxm: 42.92 ms per step, 381,760 tokens/s, 16.3% of the peak FLOPs
-    compute 30.06 ms, pipeline bubble 7.655 ms, optimizer 2.644 ms, framework 2.24 ms, the rest
+    compute 30.06 ms, pipeline bubble 7.655 ms, optimizer 2.644 ms, host overhead 2.24 ms, the rest
       320.4 us
 Communication of the busiest rank in a step:
-    activations and their gradients between stages: 2 × point-to-point over 2 ranks, 29.34 MiB,
-      170 us, all of it exposed
+    activations and their gradients between stages (counted as pipeline bubble): 2 × point-to-point
+      over 2 ranks, 29.34 MiB, 170 us, all of it exposed
     weights that the first and the last stage share: 1 × point-to-point over 2 ranks, 94.12 MiB,
       320.4 us, all of it exposed
 Memory of the fullest device: 11 GiB of 68.8 GiB (16%)
     parameters 256.2 MiB, gradients 512.3 MiB, optimizer 1.501 GiB, activations 5.712 GiB, temporary
       copies 141.2 MiB, fragments 663.8 MiB, context 2.25 GiB, the rest 1.336 MiB
 
-Why this plan: none of the 20 arrangements is faster; compute + optimizer takes 76% of the step.
+Why this plan: none of the 20 arrangements is faster. Compute + optimizer take 76% of the step.
 """
-# Written by autopar 0.2.0 (checksum 0767f08f10d5afad, plan f09ca0f825644c33).
+# Written by autopar 0.2.0 (checksum 9a41ed3f1826e229, plan f09ca0f825644c33).
 # Once you edit this file, autopar overwrites it only with --force.
 
 import sys
@@ -95,7 +95,6 @@ PIPELINE = 2  # pipeline-parallel ranks: each has some of the layers
 MICROBATCH = 16  # rows of a microbatch
 MICROBATCHES = 2  # per step; gradients are accumulated over them
 SCHEDULE = "1f1b"  # the order of forwards and backwards
-STAGES_PER_RANK = 1  # stages on each rank; the layers of a stage are consecutive
 GLOBAL_BATCH = MICROBATCH * MICROBATCHES  # 32 rows per step
 TOKENS_PER_STEP = GLOBAL_BATCH * 512  # 512 tokens per row
 PREDICTED = ("h100-sxm", 0.04292, 0.1629)  # device, seconds per step, MFU
@@ -150,7 +149,7 @@ TIES = (Tie(("shared.weight",), (0, 1)),)  # shared weights, and their pipeline 
 def build_model(mesh: Mesh, dtype: torch.dtype, seed: int) -> tuple[Pipeline, Recipe]:
     """Build this rank's stages on the meta device; the recipe makes their weights later."""
     stages = []
-    for index in stage_indices(SCHEDULE, mesh.pipeline.rank, PIPELINE, STAGES_PER_RANK):
+    for index in stage_indices(SCHEDULE, mesh.pipeline.rank, PIPELINE):
         model, recipe = record(new_model, seed=seed, dtype=dtype)  # one copy for each stage
         stages.append(build_stage(model, index, mesh, dtype))
     return build_schedule(SCHEDULE, stages, MICROBATCHES, TIES), recipe
@@ -173,7 +172,8 @@ def train_step(
     model: Pipeline, optimizer: Optimizer, microbatches: Sequence[Weighed], mesh: Mesh, clip: float
 ) -> tuple[Tensor, Tensor]:
     """Take a step over (batch, weight) pairs; return this rank's part of the loss, and the norm."""
-    loss = model.step(*zip(*microbatches, strict=True))  # batches, weights
+    batches, weights = zip(*microbatches, strict=True)
+    loss = model.step(batches, weights)
     model.tied.sum_gradients()
     norm = clip_by_global_norm(model.parts, clip, mesh, tied=model.tied.not_owned)
     optimizer.step()

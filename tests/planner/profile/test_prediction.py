@@ -72,7 +72,7 @@ def test_a_profile_of_all_ops_and_the_host_measures_the_computing() -> None:
     found = provenance(prediction)
     assert found["compute"] is Provenance.MEASURED
     assert found["optimizer"] is Provenance.MEASURED
-    assert found["framework"] is Provenance.MEASURED
+    assert found["host overhead"] is Provenance.MEASURED
     assert found["exposed data parallel"] is Provenance.FORMULA
 
 
@@ -94,7 +94,7 @@ def test_a_measured_step_is_the_sum_of_what_was_measured() -> None:
     parameters = sum(graph.tensors[p.name].numel.at(1) for p in graph.parameters)
     tensors = len(graph.parameters)
     assert terms["optimizer"] == pytest.approx(parameters * 1e-9 + tensors * 4e-6)
-    assert terms["framework"] == pytest.approx(TIMES.step_seconds + 2 * TIMES.action_seconds)
+    assert terms["host overhead"] == pytest.approx(TIMES.step_seconds + 2 * TIMES.action_seconds)
 
 
 def test_a_measured_link_makes_communication_measured_and_formula() -> None:

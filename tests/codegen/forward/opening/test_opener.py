@@ -17,7 +17,7 @@ from autopar.codegen.forward.opening.opener import open_calls
 from autopar.codegen.forward.reading.forward_source import LOSS, ROOT, call_tree
 from autopar.codegen.forward.reading.modules import modules_of
 from autopar.codegen.forward.reading.split import SplitGraph, split_graph
-from autopar.planner.graph.layouts import REPLICATED, Layout, OpLayout, split
+from autopar.planner.graph.layouts import REPLICATED, WHOLE, Layout, OpLayout, split
 from autopar.planner.graph.ops import Op
 from autopar.planner.rules.signature import leaves
 from autopar.planner.trace import trace
@@ -258,3 +258,57 @@ def test_a_repetition_that_is_split_is_told_another_number(dim: int, *, is_of_ro
     changed = laid_out(plain, {repeat: layout}, start=REPLICATED)
     assert has_split_row_count(repeat, changed) == is_of_rows
     assert is_changed(repeat, changed) != is_of_rows
+
+
+class Looping(nn.Module):
+    """Runs a gate for each place, then a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.gate = nn.Embedding(8, 8), nn.Linear(8, 8)
+        self.head = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return the mean of what the head makes of the last place."""
+        state = torch.zeros_like(self.embed(ids)[:, 0])
+        for place in range(3):
+            state = torch.tanh(self.gate(state) + self.embed(ids[:, place]))
+        return torch.as_tensor(self.head(state).mean())
+
+
+@pytest.mark.parametrize(
+    ("weight", "opened"),
+    [("head.0.weight", {"head"}), ("gate.weight", {"gate", "gate@1", "gate@2"})],
+)
+def test_a_loop_stays_in_the_authors_code_if_a_module_that_it_calls_can_be_opened(
+    weight: str, opened: set[str]
+) -> None:
+    file = replace(
+        file_of(Looping), example_batch=lambda rows: {"ids": torch.zeros(rows, 3, dtype=torch.long)}
+    )
+    plain = split_graph(trace(file), modules_of(Looping()))
+    whole, shard = WHOLE, split("features", 1)
+    products = [op for op in plain.graph.ops if weight in op.inputs]
+    layouts = {
+        op: OpLayout(
+            letter="…", axis="features", needs=(whole, split("features", 0), whole), gives=(shard,)
+        )
+        for op in products
+    }
+    opening = open_calls(laid_out(plain, layouts), call_tree(plain.graph))
+    assert opening.opened == opened
+
+
+def test_a_loop_is_printed_if_its_own_lines_change() -> None:
+    file = replace(
+        file_of(Looping), example_batch=lambda rows: {"ids": torch.zeros(rows, 3, dtype=torch.long)}
+    )
+    plain = split_graph(trace(file), modules_of(Looping()))
+    shard = split("features", 1)
+    layouts = {
+        op: OpLayout(letter="…", axis="features", needs=(shard,), gives=(shard,))
+        for op in plain.graph.ops
+        if op.target == "aten.tanh.default"
+    }
+    opening = open_calls(laid_out(plain, layouts), call_tree(plain.graph))
+    assert opening.opened == {ROOT}

@@ -17,7 +17,7 @@ def names(*kinds: type) -> list[str]:
 
 
 def test_a_class_keeps_its_name() -> None:
-    assert names(made("Block", "model"), nn.Linear) == ["Block", "Linear"]
+    assert names(made("Block", "model"), nn.Linear) == ["Block", "nn.Linear"]
 
 
 def test_classes_of_one_name_take_those_of_their_files() -> None:
@@ -25,7 +25,7 @@ def test_classes_of_one_name_take_those_of_their_files() -> None:
         "EncoderBlock",
         "DecoderBlock",
     ]
-    assert names(nn.Linear, made("Linear", "my_layers")) == ["Linear", "MyLayersLinear"]
+    assert names(nn.Linear, made("Linear", "my_layers")) == ["nn.Linear", "MyLayersLinear"]
 
 
 def test_a_name_that_scripts_have_is_left_to_them() -> None:

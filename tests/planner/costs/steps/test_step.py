@@ -138,7 +138,7 @@ def test_frameworks_add_to_each_step_and_each_action() -> None:
     quiet = predicted([[LAYER]], arrangement)
     loud = predicted([[LAYER]], arrangement, step_seconds=8e-3, action_seconds=0.5e-3)
     assert loud.step_seconds - quiet.step_seconds == pytest.approx(12e-3)
-    assert seconds_of(loud)["framework"] == pytest.approx(12e-3)
+    assert seconds_of(loud)["host overhead"] == pytest.approx(12e-3)
 
 
 def test_an_even_pipeline_idles_for_its_ranks_but_one() -> None:

@@ -64,12 +64,12 @@ def test_shares_sum_to_the_step() -> None:
 
 
 def test_the_page_names_what_it_adds_up_and_advises_what_there_is() -> None:
-    plain = explain(with_terms(compute=65, recompute=0, optimizer=2, framework=33))
-    assert plain.reasons[0].startswith("compute + optimizer takes 67% of the step")
+    plain = explain(with_terms(compute=65, recompute=0, optimizer=2, host_overhead=33))
+    assert plain.reasons[0].startswith("compute + optimizer take 67% of the step")
     assert "recomputed" not in plain.reasons[0]
-    again = explain(with_terms(compute=65, recompute=20, framework=15))
+    again = explain(with_terms(compute=65, recompute=20, host_overhead=15))
     assert "fewer recomputed layers" in again.reasons[0]
-    alone = explain(with_terms(compute=7, framework=3))
+    alone = explain(with_terms(compute=7, host_overhead=3))
     assert alone.reasons[0].startswith("compute takes 70% of the step")
 
 
@@ -79,7 +79,7 @@ def test_the_page_names_what_it_adds_up_and_advises_what_there_is() -> None:
         (with_terms(compute=3, tensor_communication=2, exposed_data_parallel=2), "communication"),
         (with_terms(compute=3, pipeline_bubble=4), "pipeline bubble"),
         (with_terms(compute=2, recompute=2, pipeline_bubble=3), "compute"),
-        (with_terms(compute=1, framework=2), "overhead"),
+        (with_terms(compute=1, host_overhead=2), "overhead"),
         (with_terms(compute=1, something_new=2), "overhead"),
     ],
 )
