@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -18,15 +19,19 @@ from autopar.codegen.forward.ops.arguments import (
 from autopar.codegen.forward.ops.sizes import wanted, whole_sizes
 from autopar.codegen.forward.ops.special_ops import gives_many, printed, split_call
 from autopar.codegen.forward.ops.table import SPLIT_FUNCTIONS, Function
+from autopar.codegen.forward.reading.author_names import formulas_given
 from autopar.codegen.forward.reading.forward_source import LOSS
 from autopar.codegen.forward.scope import AvailableValues
 from autopar.codegen.text.expressions import (
     Binding,
+    Computed,
     Expression,
+    Fact,
     LocalTensor,
     SourceForm,
     binary,
     call,
+    computed,
     joined,
     literal,
     method,
@@ -266,9 +271,39 @@ class BodyBuilder(AvailableValues):
         found: dict[SourceForm, SourceForm] = {}
         for _, value in op.arguments if self.scope != LOSS else ():
             if isinstance(value, float):
-                own = self.owner.setting(op.call, op.spans, value)
+                own = self.owner.setting(op.call, op.spans, value) or self._formula(op, value)
                 found |= {literal(value): own} if own is not None else {}
         return with_numbers(printed_op, found) if found else printed_op
+
+    def _formula(self, op: Op, value: float) -> SourceForm | None:
+        """Return the author's arithmetic for a number (`self.dim**-0.5`), if code can repeat it."""
+        for formula in (one for span in op.spans[:1] for one in formulas_given(span)):
+
+            def known(tree: ast.expr, beside: str = formula.beside) -> Computed | None:
+                return self.owner.number(op, tree) or self._size(op, tree, beside)
+
+            found = computed(formula.tree, known)
+            if found is not None and found[0] == value and isinstance(found[1], SourceForm):
+                return found[1]
+        return None
+
+    def _size(self, op: Op, tree: ast.expr, beside: str) -> Computed | None:
+        """Return `x.shape[-1]` of the op's only tensor, which the source calls `beside`."""
+        match tree:
+            case ast.Subscript(value=ast.Attribute(value=owner, attr="shape"), slice=place):
+                number = computed(place, lambda _: None)
+            case _:
+                return None
+        if number is None or ast.unparse(owner) != beside or len(op.inputs) != 1:
+            return None
+        dim, shape = int(number[0]), self.graph.tensors[op.inputs[0]].shape
+        local = self.value(op.inputs[0], self.split.need(op, 0), op)
+        if not isinstance(local, LocalTensor) or not -len(shape) <= dim < len(shape):
+            return None
+        is_part = local.layout.kind is LayoutKind.SPLIT and local.layout.dim == dim % len(shape)
+        if is_part or not shape[dim].is_constant:
+            return None
+        return shape[dim].at(0), Fact(local, f"shape[{dim}]")
 
     def alias(self, op: Op) -> None:
         """Make an op's result an alias of its input."""

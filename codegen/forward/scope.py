@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
@@ -14,6 +15,7 @@ from autopar.codegen.forward.reading.modules import Container
 from autopar.codegen.forward.reading.split import SplitGraph
 from autopar.codegen.text.expressions import (
     Binding,
+    Computed,
     Expression,
     Fact,
     LocalTensor,
@@ -174,6 +176,15 @@ class Owner:
             if name in settings and (type(settings[name]), settings[name]) == (type(value), value):
                 return text(f"self{self.steps(path)}.{name}")
         return None
+
+    def number(self, op: Op, tree: ast.expr) -> Computed | None:
+        """Return a number that the source reads from `self`, as the printed code reads it."""
+        path = self.path_of(caller(op.call, op.spans, self.split.graph))
+        name = ast.unparse(tree)
+        settings = {} if path is None else self.split.modules[path].settings
+        if path is None or not name.startswith("self.") or name[5:] not in settings:
+            return None
+        return settings[name[5:]], text(f"self{self.steps(path)}.{name[5:]}")
 
     def path_of(self, call: str) -> str | None:
         """Return the path of the module that a call runs, or None if the call runs no module."""

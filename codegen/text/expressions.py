@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import math
+import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from keyword import iskeyword, issoftkeyword
+from typing import Any
 
 from autopar.planner.graph.layouts import Layout
 from autopar.planner.graph.ops import Listed, Value
@@ -190,16 +193,57 @@ def sequence(value: tuple[Value, ...], items: tuple[Expression, ...]) -> SourceF
     return listed(items) if isinstance(value, Listed) else joined(items)
 
 
-def binary(left: Expression, operator: str, right: Expression, level: Binding) -> SourceForm:
+def binary(left: Expression, sign: str, right: Expression, level: Binding) -> SourceForm:
     """Return a binary operation that associates to the left."""
     tighter = Binding(min(level + 1, Binding.CALL))
     left_level = tighter if level is Binding.COMPARISON else level
-    return SourceForm((Slot(left, left_level), f" {operator} ", Slot(right, tighter)), level)
+    return SourceForm((Slot(left, left_level), f" {sign} ", Slot(right, tighter)), level)
 
 
 def power(base: Expression, exponent: Expression) -> SourceForm:
     """Return a power; Ruff writes simple operands without spaces (see `rendered`)."""
     return SourceForm((Slot(base, Binding.CALL), "**", Slot(exponent, Binding.SIGN)), Binding.POWER)
+
+
+_ARITHMETIC: Mapping[type[ast.operator], tuple[str, Binding, Callable[[Any, Any], Any]]] = {
+    ast.Add: ("+", Binding.SUM, operator.add),
+    ast.Sub: ("-", Binding.SUM, operator.sub),
+    ast.Mult: ("*", Binding.PRODUCT, operator.mul),
+    ast.Div: ("/", Binding.PRODUCT, operator.truediv),
+    ast.Pow: ("**", Binding.POWER, operator.pow),
+}
+_ROOTS = ("math.sqrt", "sqrt")
+Computed = tuple[int | float, Expression]  # a number, and the expression that computes it
+
+
+def computed(tree: ast.expr, known: Callable[[ast.expr], Computed | None]) -> Computed | None:
+    """Return arithmetic as the source has it, and its value, or None if it has other parts.
+
+    `known` returns the attributes and sizes that code can read.
+    """
+    match tree:
+        case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
+            return value, literal(value)
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
+            return -value, literal(-value)
+        case ast.Call(func=called, args=[root]) if ast.unparse(called) in _ROOTS:
+            inner = computed(root, known)
+            if inner is None or inner[0] < 0:
+                return None
+            return math.sqrt(inner[0]), call("math.sqrt", inner[1])
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _ARITHMETIC:
+            one, other = computed(left, known), computed(right, known)
+            if one is None or other is None:
+                return None
+            sign, level, function = _ARITHMETIC[type(op)]
+            try:
+                value = function(float(one[0]), float(other[0]))
+            except (ArithmeticError, ValueError):
+                return None
+            is_power = level is Binding.POWER
+            form = power(one[1], other[1]) if is_power else binary(one[1], sign, other[1], level)
+            return value, form
+    return known(tree)
 
 
 def pieces(expression: Expression) -> Iterator[LocalTensor | Fact]:

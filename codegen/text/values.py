@@ -210,7 +210,7 @@ _FROM_IN_FORWARDS: Mapping[str, str] = MappingProxyType(
         ),
     }
 )
-_PLAIN = ("copy", "importlib", "sys", "torch")
+_PLAIN = ("copy", "importlib", "math", "sys", "torch")
 # For the plain PyTorch loop of `autopar verify --plain`, in addition.
 _FROM_ALONE: Mapping[str, str] = MappingProxyType(
     {
@@ -221,7 +221,7 @@ _FROM_ALONE: Mapping[str, str] = MappingProxyType(
         "torch.utils._python_dispatch": "TorchDispatchMode",
     }
 )
-_PLAIN_ALONE = ("hashlib", "math", "random")
+_PLAIN_ALONE = ("hashlib", "random")
 
 
 def _statements(plain: Iterable[str], members: Mapping[str, str]) -> Mapping[str, str]:
@@ -231,7 +231,7 @@ def _statements(plain: Iterable[str], members: Mapping[str, str]) -> Mapping[str
 
 
 _FUNCTIONAL = {"F": "import torch.nn.functional as F"}
-IN_FORWARDS = MappingProxyType({**_statements(["torch"], _FROM_IN_FORWARDS), **_FUNCTIONAL})
+IN_FORWARDS = MappingProxyType({**_statements(["math", "torch"], _FROM_IN_FORWARDS), **_FUNCTIONAL})
 KNOWN = MappingProxyType({**_statements(_PLAIN, _FROM), **IN_FORWARDS})
 KNOWN_ALONE = MappingProxyType(
     {name: statement for name, statement in KNOWN.items() if "autopar" not in statement}

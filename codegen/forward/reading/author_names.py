@@ -121,12 +121,24 @@ def unpacked(tree: ast.AST) -> Mapping[str, tuple[str, ...]]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Formula:
+    """Arithmetic among an expression's operands or arguments, and the first of the others.
+
+    In `x * self.dim**-0.5` that is the power, beside `x`.
+    """
+
+    tree: ast.expr
+    beside: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _FileNames:
     """The names that a file gives to the results of its expressions, by their positions."""
 
     names: Mapping[_Position, tuple[str, ...]]
     no_ops: Mapping[_Position, _Position]  # argument of a call that may run no op → the call
     given: Mapping[_Position, tuple[tuple[str, ...], ...]]  # see attributes_given
+    formulas: Mapping[_Position, Sequence[Formula]]
 
 
 @cache
@@ -134,7 +146,7 @@ def _file_names(file: str) -> _FileNames:
     try:
         tree = ast.parse("".join(linecache.getlines(_current_path(file))))
     except (SyntaxError, ValueError):
-        return _FileNames(names={}, no_ops={}, given={})
+        return _FileNames(names={}, no_ops={}, given={}, formulas={})
     names = {where: name for node, name in _named(tree) for where in _positions(node)}
     no_ops = {
         where: _positions(node)[-1]
@@ -144,7 +156,10 @@ def _file_names(file: str) -> _FileNames:
         and node.func.attr in _MAY_RUN_NO_OP
         for where in _positions(node.func.value)
     }
-    return _FileNames(names=names, no_ops=no_ops, given=dict(_given(tree)))
+    formulas: dict[_Position, list[Formula]] = defaultdict(list)
+    for where, formula in _formulas(tree):
+        formulas[where].append(formula)
+    return _FileNames(names=names, no_ops=no_ops, given=dict(_given(tree)), formulas=formulas)
 
 
 def _current_path(file: str) -> str:
@@ -173,6 +188,38 @@ def attributes_given(span: SourceSpan) -> tuple[tuple[str, ...], ...]:
     it.
     """
     return _file_names(span.file).given.get(span[1:], ())
+
+
+def formulas_given(span: SourceSpan) -> Sequence[Formula]:
+    """Return the formulas among the operands or arguments of an expression.
+
+    A variable stands for the formulas assigned to it.
+    """
+    return _file_names(span.file).formulas.get(span[1:], ())
+
+
+def _formulas(tree: ast.AST) -> Iterator[tuple[_Position, Formula]]:
+    nodes = list(ast.walk(tree))
+    variables: dict[str, list[ast.expr]] = defaultdict(list)
+    for node in nodes:
+        match node:
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.BinOp() | ast.Call() as value):
+                variables[name].append(value)
+    for node in nodes:
+        match node:
+            case ast.Call(func=function, args=args, keywords=keywords):
+                owner = [function.value] if isinstance(function, ast.Attribute) else []
+                operands = [*owner, *args, *(one.value for one in keywords)]
+            case ast.BinOp(left=left, right=right):
+                operands = [left, right]
+            case _:
+                continue
+        for operand in operands:
+            beside = next((ast.unparse(one) for one in operands if one is not operand), "")
+            named = variables[operand.id] if isinstance(operand, ast.Name) else []
+            is_computed = isinstance(operand, (ast.BinOp, ast.Call))
+            for found in (*named, *([operand] if is_computed else [])):
+                yield from ((p, Formula(tree=found, beside=beside)) for p in _positions(node))
 
 
 def _given(tree: ast.AST) -> Iterator[tuple[_Position, tuple[tuple[str, ...], ...]]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import re
 from dataclasses import replace
 from typing import Any
@@ -234,3 +235,25 @@ def test_variables_that_are_unpacked_are_found_in_source_alone() -> None:
     source = "    def forward(self, x):\n        a, (b, c) = x\n        d, _ = y\n"
     assert unpacked(parsed(source)) == {"x": ("a", ""), "y": ("d", "")}
     assert unpacked(parsed("lambda x: (")) == {}
+
+
+class Scaling(nn.Module):
+    """Scales by numbers that it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dim, self.heads = 8, 2
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.inner(ids.float().unsqueeze(-1) * torch.ones(8)) * (self.dim / self.heads) ** -0.5
+        scale = 1.0 / self.dim**0.5
+        x = (x * x.shape[-1] ** -0.5).softmax(-1) * scale / math.sqrt(self.dim)
+        return torch.as_tensor(x.sum())
+
+
+def test_a_number_is_written_as_the_author_computes_it() -> None:
+    (source,) = printed(Scaling(), opened=[""]).values()
+    assert "* (self.dim / self.heads) ** -0.5" in source
+    assert "x * x.shape[-1] ** -0.5" in source
+    assert "* (1.0 / self.dim**0.5) / math.sqrt(self.dim)" in source
