@@ -12,11 +12,11 @@ from autopar.planner.cluster.toml_reading import bytes_text, seconds_text
 from autopar.planner.costs.prediction import Offload
 from autopar.planner.findings import OptimizerTraits
 from autopar.planner.findings.loss import counted_by
-from autopar.planner.findings.numbers import unaligned, unpriced
 from autopar.planner.findings.rows import meeting_rows, norm_of_rows
 from autopar.planner.findings.writes import objects_given
 from autopar.planner.graph.graph import Graph
 from autopar.planner.graph.ops import GradientUse
+from autopar.planner.inspection import unpriced
 from autopar.planner.layers import Layers
 from autopar.planner.plan.declared.constraints import (
     DEFAULT_MEMORY,
@@ -35,6 +35,7 @@ from autopar.planner.plan.telling.comparison import (
     seconds_saved_by_compiling,
     seconds_saved_by_float8,
     seconds_saved_by_fusing,
+    unaligned,
 )
 from autopar.planner.plan.telling.explanation import host_words
 from autopar.planner.plan.telling.words import (
@@ -104,15 +105,15 @@ def note_rows(graph: Graph, constraints: Constraints) -> None:
         )
     if met is not None and splits_batch(constraints):
         print_note(
-            f"{rows_meet(met)}: as pinned, each microbatch of each data rank compares its "
+            f"{rows_meet(met, graph)}: as pinned, each microbatch of each data rank compares its "
             "own rows only. For the loss of one process, pin neither dp nor microbatch: tensor "
             "ranks may share the rows."
         )
     elif met is not None:
         print_note(
-            f"{rows_meet(met)}, so the batch stays whole, in one microbatch of one data rank. "
-            "Tensor ranks may share its rows, and exchange what all rows need. To compare only the "
-            "rows of each part, pin dp or microbatch."
+            f"{rows_meet(met, graph)}, so the batch stays whole, in one microbatch of one data "
+            "rank. Tensor ranks may share its rows, and exchange what all rows need. To compare "
+            "only the rows of each part, pin dp or microbatch."
         )
 
 

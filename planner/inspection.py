@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from math import prod
 
 from autopar.planner.annotate import OpWork, annotate, state_of, total_work
 from autopar.planner.axes.infer import GraphAxes, infer_axes
 from autopar.planner.costs.prediction import State
-from autopar.planner.findings.numbers import Unpriced, unpriced
 from autopar.planner.graph.graph import Graph
-from autopar.planner.graph.ops import Parameter
+from autopar.planner.graph.ops import Op, Parameter, TensorOrigin
 from autopar.planner.layers import Layers, find_layers
 from autopar.planner.precision import Precision
 from autopar.planner.rules.signature import leaves
-from autopar.planner.rules.table import has_rule
+from autopar.planner.rules.table import has_row, has_rule
 
 SHOWN = (Precision.FP32, Precision.BF16)  # fp16 has the figures of bf16
 _Works = Mapping[str, OpWork]
@@ -213,3 +212,38 @@ def _without_rule(graph: Graph) -> tuple[OpLine, ...]:
         OpLine(target=target, count=count, location=first[target])
         for target, count in counts.most_common()
     )
+
+
+LARGE = 0.05  # the share of a step's bytes from which a missing formula matters
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unpriced:
+    """Ops of one kind without a formula, with their share of all moved bytes."""
+
+    target: str
+    count: int
+    location: str
+    share: float
+
+
+def unpriced(graph: Graph, axes: GraphAxes) -> Iterator[Unpriced]:
+    """Yield the kinds of ops without a formula that read a parameter, or move many bytes."""
+    kinds: dict[str, list[Op]] = {}
+    for op in graph.ops:
+        if not has_row(op.target):
+            kinds.setdefault(op.target, []).append(op)
+    if not kinds:
+        return
+    done = annotate(graph, axes, batch=graph.fixed_batch or 1, precision=Precision.FP32)
+    moved = {name: work.moved_bytes for name, work in done.items()}
+    total = max(1, sum(moved.values()))
+    for target, ops in kinds.items():
+        share = sum(moved[op.name] for op in ops) / total
+        if share >= LARGE or any(_reads_parameter(op, graph) for op in ops):
+            yield Unpriced(target=target, count=len(ops), location=ops[0].location, share=share)
+
+
+def _reads_parameter(op: Op, graph: Graph) -> bool:
+    roots = graph.index.storages(op.inputs)
+    return any(graph.tensors[root].origin is TensorOrigin.PARAMETER for root in roots)

@@ -20,7 +20,6 @@ from autopar.planner.files import (
     Share,
     SomeBytes,
 )
-from autopar.planner.precision import RowEnum
 
 
 class Topology(RowEnum):

@@ -33,7 +33,6 @@ from autopar.planner.precision import (
     Kernels,
     Outer,
     Precision,
-    RowEnum,
 )
 
 

@@ -22,7 +22,19 @@ from autopar.planner.rules.shapes import elementwise
 from autopar.planner.rules.table import kind_of, rule_of, rule_out_of_place
 
 _NUMBERS = frozenset(  # arguments that hold a plain number to compute with
-    {"other", "self", "alpha", "beta", "scale", "value", "min", "max", "exponent", "fill_value"}
+    {
+        "other",
+        "self",
+        "alpha",
+        "beta",
+        "scale",
+        "value",
+        "min",
+        "max",
+        "exponent",
+        "fill_value",
+        "s",
+    }
 )
 
 

@@ -17,6 +17,7 @@ from autopar.planner.findings.loss import (
     is_weighed_division,
     loss_of_parts,
 )
+from autopar.planner.findings.places import row_places
 from autopar.planner.findings.writes import written_buffers
 from autopar.planner.graph.graph import Graph
 from autopar.planner.graph.ops import BATCH, Extent, Op
@@ -159,19 +160,27 @@ def meeting_rows(graph: Graph) -> Op | None:
 
     It may compare all pairs of rows (contrastive losses), a row with the next one, or the two
     halves of a batch; use a result of all rows in each row (centering); compute with the number of
-    rows; take a nonlinear function, such as a root, of a mean or sum over rows; write a result of
-    rows to a buffer; or normalise rows by their statistics. torch's own batch norms do not count:
-    they share their statistics over all ranks.
+    rows, or with their places; take a nonlinear function, such as a root, of a mean or sum over
+    rows; write a result of rows to a buffer; or normalise rows by their statistics. torch's own
+    batch norms do not count: they share their statistics over all ranks.
     """
-    of_parts, grouped = all_of_parts(graph), grouped_rows(graph)
+    of_parts, grouped, placed = all_of_parts(graph), grouped_rows(graph), row_places(graph)
     for op in graph.ops:
         if op.name in grouped:
             continue
+        if op.name in placed.counting | placed.along:
+            return op
         if any(by(op, graph) for by in _MEETING):
             return op
         if any(by(op, graph, of_parts) for by in (_shares_result, _uses_row_count, _writes_result)):
             return op
     return loss_of_parts(graph).op if of_parts[graph.loss] is Follows.MEETS else None
+
+
+def use_of_places(met: Op, graph: Graph) -> str:
+    """Return, as the end of a sentence, that an op computes with places of rows; else ""."""
+    is_counting = met.name in row_places(graph).counting
+    return ", which computes with their places in the batch" if is_counting else ""
 
 
 def _compares_rows(op: Op, graph: Graph) -> bool:

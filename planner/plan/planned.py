@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import isfinite
 
 from autopar.planner.axes.infer import infer_axes
 from autopar.planner.cluster.cluster import Cluster
 from autopar.planner.cluster.sheet import device_sheet
 from autopar.planner.costs.ops.measurements import Measurements
 from autopar.planner.errors import InputError
-from autopar.planner.findings.numbers import check_constants, check_means
 from autopar.planner.graph.graph import Graph
+from autopar.planner.graph.ops import MODEL_DTYPE, MODEL_EXTREMES, Op
 from autopar.planner.layers import Layers, find_layers, float8_linears
 from autopar.planner.plan.declared.constraints import (
     Constraints,
@@ -41,6 +42,8 @@ from autopar.planner.plan.solving.prices import LayoutKey, LeastKey, Prices
 from autopar.planner.plan.telling.comparison import seconds_saved_by_fusing
 from autopar.planner.plan.traced import TracedModel
 from autopar.planner.precision import Float8
+from autopar.planner.rules.rule import OpKind
+from autopar.planner.rules.table import kind_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,7 +177,7 @@ def training_of(traced: TracedModel, demands: PlanDemands) -> Training:
     check_float8_sizes(graph, layers, constraints)
     _check_degrees(demands.clusters, constraints, model.batch)
     if constraints.precision.scales_loss:
-        check_constants(graph)
+        _check_constants(graph)
     return Training(
         graph=graph,
         axes=axes,
@@ -214,7 +217,7 @@ def plan_training(
         cache.keep_all((one, _prices_key(training, key)) for key, one in prices.grown())
     _check_is_fused(found)
     if demands.constraints.precision.scales_loss:
-        check_means(training.graph, microbatch=found.plan.arrangement.microbatch)
+        _check_means(training.graph, microbatch=found.plan.arrangement.microbatch)
     return found
 
 
@@ -334,3 +337,50 @@ def _is_rented(cluster: Cluster, training: Training) -> bool:
     """
     is_cpu = any(node.device.is_cpu for node in cluster.nodes)
     return not is_cpu and training.constraints.objective is not Objective.MEMORY
+
+
+_GREATEST = 65_504  # the largest number of fp16
+_VALUES = ("value", "fill_value")
+
+
+def _check_constants(graph: Graph) -> None:
+    """Raise if a tensor in the model's dtype is filled with a number beyond fp16."""
+    for op in graph.ops:
+        if kind_of(op) is OpKind.FILL and _is_narrow(op, graph):
+            for key, value in op.arguments:
+                if key in _VALUES and _overflows(value):
+                    raise InputError(
+                        f"{value:g} does not fit fp16, which ends at {_GREATEST:,}",
+                        where=op.location,
+                        fix='write float("-inf") or torch.finfo(x.dtype).min, or plan in bf16',
+                    )
+
+
+def _check_means(graph: Graph, *, microbatch: int) -> None:
+    """Raise if a loss averages over more targets than fp16 can count: its gradient would be 0.
+
+    torch keeps the number of targets, by which it divides, in the logits' dtype. A loss function
+    gets float32 logits; a loss computed by the model may have fp16.
+    """
+    for op in graph.ops:
+        if kind_of(op).is_class_loss and _is_narrow(op, graph):
+            target = op.inputs[1]
+            count = graph.tensors[target].numel.at(microbatch)
+            if count > _GREATEST:
+                raise InputError(
+                    f"the loss is a mean over {count:,} targets of a microbatch of {microbatch} "
+                    f"rows, and fp16 counts to {_GREATEST:,}",
+                    where=op.location,
+                    fix="compute the loss from logits.float(), pin a smaller microbatch, or plan "
+                    "in bf16",
+                )
+
+
+def _is_narrow(op: Op, graph: Graph) -> bool:
+    return graph.tensors[op.outputs[0]].dtype == MODEL_DTYPE
+
+
+def _overflows(value: object) -> bool:
+    if not isinstance(value, (int, float)) or abs(value) in MODEL_EXTREMES:
+        return False
+    return isfinite(value) and abs(value) > _GREATEST

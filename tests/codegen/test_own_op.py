@@ -9,8 +9,7 @@ import pytest
 from autopar.codegen.emit import write_script
 from autopar.planner.axes.infer import infer_axes
 from autopar.planner.errors import InputError
-from autopar.planner.findings.numbers import unpriced
-from autopar.planner.inspection import inspect_graph
+from autopar.planner.inspection import inspect_graph, unpriced
 from autopar.planner.model.model_file import ModelFile, load_model_file
 from autopar.planner.plan.plan import Plan
 from autopar.planner.rules import table

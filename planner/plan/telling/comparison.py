@@ -1,4 +1,4 @@
-"""Compares two plans; predicts the time that compiled layers, fused messages and float8 save."""
+"""Compares two plans; predicts the time that compiling, fusing, float8 or other sizes save."""
 
 from __future__ import annotations
 
@@ -7,10 +7,15 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 from autopar.planner.axes.infer import GraphAxes
+from autopar.planner.cluster.cluster import Device
 from autopar.planner.cluster.shape import group_shape
 from autopar.planner.costs.layers.flow import LayerFlow, layer_flow
+from autopar.planner.costs.ops.case import products_of
+from autopar.planner.costs.ops.measurements import OpCost
 from autopar.planner.costs.ops.pricer import OpPricer
 from autopar.planner.costs.prediction import Arrangement
+from autopar.planner.graph.graph import Graph
+from autopar.planner.graph.ops import Op
 from autopar.planner.layers import Compile, Layers
 from autopar.planner.plan.plan import ClassLayouts, Plan, PlannedStage, StoredPlan
 from autopar.planner.plan.telling.explanation import (
@@ -25,7 +30,9 @@ from autopar.planner.plan.telling.words import (
     unit_word,
     units_per_second,
 )
-from autopar.planner.precision import Float8
+from autopar.planner.precision import Float8, Precision
+from autopar.planner.rules.rule import OpKind
+from autopar.planner.rules.table import rule_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,3 +233,69 @@ def _seconds_of(flow: LayerFlow) -> float:
     ops = sum(one.cost.forward_seconds + one.cost.backward_seconds for one in flow.ops)
     costs = (one.cost for one in flow.conversions)
     return ops + sum(one.forward_seconds + one.backward_seconds for one in costs)
+
+
+SLOW = 0.02  # the share of a microbatch's seconds from which lost time matters
+LEAST_LOSS_SECONDS = 1e-3  # less lost time per microbatch does not matter: the model is small
+_ALIGNED = 8  # elements of 16 bits, which take 16 bytes
+_PADDED = 64  # elements: a multiple of it fills whole tiles
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unaligned:
+    """A size in matrix products that is no multiple of 16 bytes; all seconds are per microbatch."""
+
+    size: int
+    location: str
+    seconds: float  # of the products
+    aligned_seconds: float  # of the same products, if the size were a multiple
+    total_seconds: float  # of all ops, on one device
+
+    @property
+    def padded(self) -> int:
+        """The next size with fast products."""
+        return -(-self.size // _PADDED) * _PADDED
+
+
+def unaligned(
+    graph: Graph, axes: GraphAxes, *, batch: int, precision: Precision, device: Device
+) -> Unaligned | None:
+    """Return the size that slows down 16-bit products most on a GPU, if that matters."""
+    if not precision.is_half or device.is_cpu:
+        return None
+    prices, aligned = (
+        OpPricer(graph, axes, batch=batch, precision=precision, device=device) for _ in range(2)
+    )
+    rates = aligned.rates
+    aligned.rates = replace(rates, own=replace(rates.own, alignment=((1, 1.0),)))
+    total, found = 0.0, dict[int, Unaligned]()
+    for op in graph.ops:
+        seconds = _seconds(prices.cost(op))
+        total += seconds
+        size = _unaligned_size(op, prices)
+        if size and (could := _seconds(aligned.cost(op))) < seconds:
+            one = found.get(size) or Unaligned(
+                size=size, location=op.location, seconds=0.0, aligned_seconds=0.0, total_seconds=0.0
+            )
+            found[size] = replace(
+                one, seconds=one.seconds + seconds, aligned_seconds=one.aligned_seconds + could
+            )
+    worst = max(found.values(), key=lambda one: one.seconds - one.aligned_seconds, default=None)
+    lost = 0.0 if worst is None else worst.seconds - worst.aligned_seconds
+    if worst is None or lost < max(LEAST_LOSS_SECONDS, SLOW * total):
+        return None
+    return replace(worst, total_seconds=total)
+
+
+def _seconds(cost: OpCost) -> float:
+    return cost.forward_seconds + cost.backward_seconds
+
+
+def _unaligned_size(op: Op, prices: OpPricer) -> int:
+    """Return the largest contiguous extent of an op's products that is not aligned, or 0."""
+    rule = rule_of(op.target)
+    if not rule.factors or rule.kind is not OpKind.OTHER:
+        return 0
+    products = products_of(op, prices.shapes(op))
+    extents = (extent for product in products for extent in (product.n, product.k))
+    return max((extent for extent in extents if extent % _ALIGNED), default=0)

@@ -10,7 +10,7 @@ from itertools import groupby
 
 from autopar.planner.costs.prediction import Arrangement, Recompute
 from autopar.planner.findings.loss import Follows, loss_of_parts
-from autopar.planner.findings.rows import drawn_once, meeting_rows, norm_of_rows
+from autopar.planner.findings.rows import drawn_once, meeting_rows, norm_of_rows, use_of_places
 from autopar.planner.graph.graph import Graph
 from autopar.planner.graph.layouts import Layout, LayoutKind
 from autopar.planner.graph.ops import MODEL_DTYPE, Buffer, GradientUse, Op
@@ -197,8 +197,8 @@ def parts_apart(plan: Plan) -> str:
         return ""
     if (met := meeting_rows(graph)) is not None:
         return (
-            f"{rows_meet(met)}: each microbatch of each data rank compares its own rows only, so "
-            "this is not the training of one device."
+            f"{rows_meet(met, graph)}: each microbatch of each data rank compares its own rows "
+            "only, so this is not the training of one device."
         )
     if (nearly := nearly_a_mean(graph)) is not None:
         return (
@@ -323,9 +323,9 @@ def shares_nothing(plan: StoredPlan) -> str:
     )
 
 
-def rows_meet(met: Op) -> str:
-    """Say that an op mixes the rows of a batch."""
-    return f"the rows of a batch meet in {named(met)}"
+def rows_meet(met: Op, graph: Graph) -> str:
+    """Say that an op mixes the rows of a batch, or computes with their places in the batch."""
+    return f"the rows of a batch meet in {named(met)}{use_of_places(met, graph)}"
 
 
 def nearly_a_mean(graph: Graph) -> Op | None:

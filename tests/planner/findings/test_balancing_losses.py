@@ -12,9 +12,9 @@ from transformers import MixtralConfig, MixtralForCausalLM
 
 from autopar.planner.axes.infer import infer_axes
 from autopar.planner.findings.loss import Follows, loss_of_parts
-from autopar.planner.findings.numbers import unpriced
 from autopar.planner.findings.rows import meeting_rows
 from autopar.planner.graph.graph import Graph
+from autopar.planner.inspection import unpriced
 from autopar.planner.model.model_file import ModelFile
 from autopar.planner.trace import trace
 

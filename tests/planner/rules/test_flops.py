@@ -14,9 +14,9 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from autopar.planner.annotate import OpWork, annotate, total_work
 from autopar.planner.axes.infer import infer_axes
-from autopar.planner.findings.numbers import unpriced
 from autopar.planner.graph.graph import Graph
 from autopar.planner.graph.ops import Op, Ref, Value
+from autopar.planner.inspection import unpriced
 from autopar.planner.precision import Precision
 from autopar.planner.rules.rule import Computation
 from autopar.planner.rules.table import TABLE, has_row, rule_of

@@ -4,7 +4,7 @@ import pytest
 
 from autopar.planner.axes.infer import infer_axes
 from autopar.planner.cluster.file import choose_cluster
-from autopar.planner.findings.numbers import Unaligned, unaligned
+from autopar.planner.plan.telling.comparison import Unaligned, unaligned
 from autopar.planner.precision import Precision
 from autopar.planner.trace import trace
 from tests.planner.rules.multiplying_models import function
