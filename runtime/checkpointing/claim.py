@@ -131,7 +131,9 @@ def holder_of(folder: Location) -> FolderHolder | None:
     """
     try:
         found = record(FolderHolder, parsed(text_of(folder / NAME, most_bytes=_MOST_BYTES)))
-        is_copy = found.is_here and isinstance(folder, Path) and _is_another(folder, found.folder)
+        # if there is no folder at the holder's path, this one was moved from there
+        seen, is_local = Path(found.folder), found.is_here and isinstance(folder, Path)
+        is_copy = is_local and seen.is_dir() and not seen.samefile(str(folder))
     except (OSError, ValueError):
         return None
     return None if is_copy else found
@@ -148,14 +150,6 @@ def is_claimed(folder: Location) -> bool:
     with suppress(OSError):
         return holder.is_here or time.time() - written_at(folder / NAME) < _SEEN_SECONDS
     return False
-
-
-def _is_another(folder: Path, seen: str) -> bool:
-    """Whether the holder's path `seen` is another folder than this one, which is then a copy.
-
-    If there is no folder at `seen`, this one was moved from there.
-    """
-    return Path(seen).is_dir() and not folder.samefile(seen)
 
 
 def is_alive(process: int, begin: int | None) -> bool:

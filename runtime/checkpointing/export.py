@@ -41,12 +41,7 @@ from autopar.runtime.ranks.transport import every_rank, near
 from autopar.runtime.tensor.shards import whole
 from autopar.runtime.weights.initial_weights import Recipe
 from autopar.runtime.weights.loading import WeightsOrigin
-from autopar.runtime.weights.saved_form import (
-    SavedFile,
-    SavedForm,
-    SavedTensor,
-    UnsavableError,
-)
+from autopar.runtime.weights.saved_form import SavedFile, SavedForm, SavedTensor, UnsavableError
 
 _INDEX = ".safetensors.index.json"
 

@@ -320,7 +320,7 @@ def verified(folder: Location, mesh: Mesh) -> Manifest | str:
     """Return the manifest of a checkpoint, or the fault that any rank found."""
     manifest, wrong = None, None
     try:
-        manifest = verify_checkpoint(folder, rank=mesh.rank, ranks=mesh.world_size)
+        manifest = verify_checkpoint(folder, rank=mesh.rank, ranks=mesh.world.size)
     except BrokenError as error:
         wrong = str(error)
     told = [one for one in every_rank(wrong, mesh.world) if one is not None]

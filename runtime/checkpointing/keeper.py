@@ -85,7 +85,7 @@ class Keeper:
         self._found, self._claim = open_folder.found, open_folder.claim
         moment = self._found.manifest.moment if self._found else Moment(step=0, rows=0, updates=0)
         self.step, self.rows = moment.step, moment.rows
-        self._begun, self._updates, self._kept_step = moment, moment.updates, moment.step
+        self._updates, self._kept_step = moment.updates, moment.step
         self.steps = self._last_step = self._steps_from(moment)
         self._loss_scale: LossScale | None = None
         self._parts: Sequence[nn.Module] = ()

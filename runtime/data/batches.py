@@ -18,14 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from autopar.runtime.data.epochs import (
-    Dealing,
-    Epochs,
-    LastRows,
-    RowCounts,
-    each_rank,
-    share_of,
-)
+from autopar.runtime.data.epochs import Dealing, Epochs, LastRows, RowCounts, each_rank, share_of
 from autopar.runtime.data.row_faults import RowColumn, agreed, check_same_length, columns_of
 from autopar.runtime.data.rows import (
     Collate,
@@ -200,10 +193,8 @@ def dataset_batches(
     for left in epochs.last_steps(skip):
         dealing.check(left)
     collate = built_collate(new_collate, seed)
-    example, share = (
-        example_of(example_batch, dealing.size, seed),
-        share_of(dealing.size, rows_over),
-    )
+    example = example_of(example_batch, dealing.size, seed)
+    share = share_of(dealing.size, rows_over)
     is_pinned = mesh.device.type == "cuda"
     loader: DataLoader[Any]
     if is_streamed(dataset):
@@ -227,8 +218,7 @@ def dataset_batches(
             num_workers=workers,
             pin_memory=is_pinned,
         )
-    sharers = (mesh.pipeline,) if rows_over.size > 1 else (mesh.tensor, mesh.pipeline)
-    return agreed(_read(mesh.reading.timed(iter(loader))), sharers, mesh)
+    return agreed(_read(mesh.reading.timed(iter(loader))), rows_over, mesh)
 
 
 def _read(loaded: Iterator[Batch]) -> Iterator[Batch]:

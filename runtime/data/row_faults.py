@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sized
+from collections.abc import Iterator, Mapping, Sized
 from typing import Any, NamedTuple
 
 import torch
@@ -169,16 +169,16 @@ def is_number(value: Any) -> bool:
 
 
 def agreed(
-    batches: Iterator[dict[str, Tensor]], sharers: Iterable[Axis], mesh: Mesh
+    batches: Iterator[dict[str, Tensor]], rows_over: Axis, mesh: Mesh
 ) -> Iterator[dict[str, Tensor]]:
     """Yield batches, after checking that ranks which share rows have read the same first batch.
 
     One pipeline rank reads a row's inputs, another the row's targets, and tensor ranks share the
-    work on the row. If a dataset drew different random numbers on each rank, the ranks would mix
-    different versions of a row.
+    work on the row, unless each rank of `rows_over` reads rows of its own. If a dataset drew
+    different random numbers on each rank, the ranks would mix different versions of a row.
     """
     first = next(batches)
-    for axis in sharers:
+    for axis in (mesh.pipeline,) if rows_over.size > 1 else (mesh.tensor, mesh.pipeline):
         _check(first, axis, mesh)
     yield first
     yield from batches

@@ -9,11 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.runtime.data_parallel.averaging import Averaging, Compressor
-from autopar.runtime.data_parallel.buckets import (
-    HALF_DTYPES,
-    Bucket,
-    runs_of_size,
-)
+from autopar.runtime.data_parallel.buckets import HALF_DTYPES, Bucket, runs_of_size
 from autopar.runtime.ranks.transport import HostLink
 from autopar.runtime.tensor.shards import is_listed
 

@@ -29,12 +29,7 @@ from torch.distributed.fsdp import (
 
 from autopar.runtime.data_parallel.averaging import COMPRESSORS, HALF, NOTHING
 from autopar.runtime.data_parallel.batch_norm import synchronise_batch_norms, widen_norms
-from autopar.runtime.data_parallel.buckets import (
-    HALF_DTYPES,
-    Sharding,
-    averaging_of,
-    sharding_of,
-)
+from autopar.runtime.data_parallel.buckets import HALF_DTYPES, Sharding, averaging_of, sharding_of
 from autopar.runtime.data_parallel.gradient_buckets import GradientBuckets
 from autopar.runtime.model.parts import in_float8
 from autopar.runtime.ranks.mesh import Axis, Mesh

@@ -20,11 +20,7 @@ from autopar.runtime.data.loss import Counting, loss_in
 from autopar.runtime.data_parallel.batch_norm import widen_norms
 from autopar.runtime.data_parallel.buckets import HALF_DTYPES
 from autopar.runtime.data_parallel.wrapping import compute_in
-from autopar.runtime.evaluation.evaluating import (
-    Losses,
-    computes_as_trained,
-    weighed_alike,
-)
+from autopar.runtime.evaluation.evaluating import Losses, computes_as_trained, weighed_alike
 from autopar.runtime.model.parts import in_float8
 from autopar.runtime.ranks.mesh import ALONE, Axis, Mesh
 from autopar.runtime.ranks.refusal import refuse

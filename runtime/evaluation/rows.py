@@ -16,12 +16,7 @@ from typing import Any, TypeVar
 
 from torch.utils.data import DataLoader
 
-from autopar.runtime.data.batches import (
-    Batch,
-    Example,
-    example_of,
-    gathered_rows,
-)
+from autopar.runtime.data.batches import Batch, Example, example_of, gathered_rows
 from autopar.runtime.data.epochs import RowCounts, each_rank, share_of
 from autopar.runtime.data.row_faults import agreed, check_same_length
 from autopar.runtime.data.rows import (
@@ -188,7 +183,6 @@ class EvaluationRows:
     def __iter__(self) -> Iterator[tuple[Batch, int]]:
         """Yield this rank's (microbatch, times); see `Dealer.deal`."""
         mesh = self.mesh
-        sharers = (mesh.pipeline,) if self.rows_over.size > 1 else (mesh.tensor, mesh.pipeline)
         dealt = self.dealer.deal(range(len(self.listed.rows)))
         places = ([RowPlace(0, n) for n in numbers[self.listed.read]] for numbers, _ in dealt)
         loader = DataLoader(
@@ -200,7 +194,7 @@ class EvaluationRows:
         )
         times = (times for _, times in self.dealer.deal(range(len(self.listed.rows))))
         with refusals_of_workers():
-            yield from zip(agreed(iter(loader), sharers, mesh), times, strict=True)
+            yield from zip(agreed(iter(loader), self.rows_over, mesh), times, strict=True)
 
     def to_device(self, batch: Batch) -> Batch:
         """Return a microbatch as the model needs it: on the device, with gathered rows."""

@@ -202,7 +202,9 @@ def _use_pieces(
             one.attach()
         if not shards_states:
             masters |= one.narrow()
-    if not shards_states and all(_is_plain(parameter) for parameter in trainable):
+    if not shards_states and all(
+        not isinstance(one, DTensor) and one.dtype not in HALF_DTYPES for one in trainable
+    ):
         return
     if type(optimizer).__name__ in NEED_WHOLE_PARAMETERS and (
         shards_states or any(isinstance(parameter, DTensor) for parameter in trainable)
@@ -264,10 +266,6 @@ def _lay_gradients_like_parameters(optimizer: Optimizer, *_: Any) -> None:
             gradient = parameter.grad
             if gradient is not None and gradient.stride() != parameter.stride():
                 parameter.grad = torch.empty_like(parameter).copy_(gradient)
-
-
-def _is_plain(parameter: nn.Parameter) -> bool:
-    return not isinstance(parameter, DTensor) and parameter.dtype not in HALF_DTYPES
 
 
 def _prefer_fused(optimizer: Optimizer) -> None:

@@ -15,12 +15,7 @@ from torch.optim import SGD, Optimizer
 from autopar.runtime.optimizer.pieces import pieces_of, spread_values, value_of
 from autopar.runtime.ranks.mesh import Axis, Mesh
 from autopar.runtime.ranks.transport import ComingSum, HostLink, every_rank, replicas_apart, summed
-from autopar.runtime.tensor.shards import (
-    chunks_of,
-    group_aliases,
-    places,
-    whole_names,
-)
+from autopar.runtime.tensor.shards import chunks_of, group_aliases, places, whole_names
 
 __all__ = ["OuterOptimizer"]  # for scripts
 

@@ -258,7 +258,12 @@ def build_schedule(
     own: Any = list(stages)
     if issubclass(chosen.torch_class, PipelineScheduleSingle):
         (own,) = stages
-    made = chosen.torch_class(own, microbatches, loss_fn=_own_loss, scale_grads=False)
+    made = chosen.torch_class(
+        own,
+        microbatches,
+        loss_fn=lambda output, _: output[0],  # `Stage` applies the weight
+        scale_grads=False,
+    )
     return Pipeline(made, stages, ties)
 
 
@@ -324,11 +329,6 @@ class Pipeline:
         while some := list(islice(left, _TOGETHER * first.group_size)):
             actions = orders(ranks, len(some))[first.group_rank]
             yield from _MicrobatchesUnderWay(self.stages, some).losses(actions)
-
-
-def _own_loss(output: tuple[Tensor, ...], _: object) -> Tensor:
-    """Return the output of the last stage; `Stage` applies the weight."""
-    return output[0]
 
 
 def _check_disjoint(stages: Sequence[Stage]) -> None:

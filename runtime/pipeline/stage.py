@@ -16,7 +16,7 @@ from torch.distributed.pipelining._backward import stage_backward
 from autopar.runtime.data.loss import send_nothing_back
 from autopar.runtime.data_parallel.gradient_buckets import GradientBuckets
 from autopar.runtime.data_parallel.wrapping import buckets_of, set_last
-from autopar.runtime.optimizer.gradients import local, made_gradient
+from autopar.runtime.optimizer.gradients import made_gradient
 from autopar.runtime.pipeline.torch_stage import (
     InputGradients,
     SplitBackward,
@@ -58,15 +58,6 @@ class TiedWeights:
             if tie.stages[0] != mesh.pipeline.rank
             for name in tie.names
         )
-
-    @torch.no_grad()
-    def broadcast(self) -> None:
-        """Copy the owner's values to every copy."""
-        for tie, copies in self._held:
-            held = [local(parameter.detach()) for _, parameter in copies]
-            first, *_ = self._swapped(tie, held[0])
-            for own in held:
-                own.copy_(first)
 
     @torch.no_grad()
     def sum_gradients(self) -> None:

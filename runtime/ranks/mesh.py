@@ -116,7 +116,6 @@ class Mesh:
 
     device: torch.device
     rank: int
-    world_size: int
     pipeline: Axis
     data: Axis
     tensor: Axis
@@ -188,7 +187,6 @@ def start(
     return Mesh(
         device=device,
         rank=dist.get_rank(),
-        world_size=needed,
         pipeline=axes["pipeline"],
         data=_data_axis(device_mesh, axes),
         tensor=axes["tensor"],

@@ -304,7 +304,7 @@ def _pairs_apart(size: int, *, is_ring: bool) -> list[list[tuple[int, int]]]:
 
 def _on_each_column(pairs: Sequence[tuple[int, int]], mesh: Mesh) -> list[list[int]]:
     """Return the world ranks of the pairs, for all positions on the other axes."""
-    columns = mesh.world_size // mesh.pipeline.size
+    columns = mesh.world.size // mesh.pipeline.size
     return [
         [pipeline * columns + column for pipeline in pair]
         for pair in pairs

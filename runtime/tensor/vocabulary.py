@@ -76,7 +76,9 @@ def vocab_parallel_embedding_bag(
     _check_rows(ids, parts, axis)
     local, is_here = _local_ids(ids, parts, axis)
     is_entry = torch.ones_like(is_here) if padding_idx is None else ids != padding_idx
-    bags = (offsets[:-1], offsets[1:]) if include_last_offset else (offsets, _ends(offsets, ids))
+    last = () if include_last_offset else (offsets.new_full((1,), len(ids)),)
+    edges = torch.cat((offsets, *last))
+    bags = edges[:-1], edges[1:]
     if not weight_local.shape[0]:  # more ranks than rows; autograd still needs the weights
         weighed = 0 if per_sample_weights is None else per_sample_weights[:0].sum()
         return (weight_local.sum(0) + weighed).expand(len(bags[0]), -1)
@@ -94,11 +96,6 @@ def vocab_parallel_embedding_bag(
         return sums
     before = nn.functional.pad(is_entry.cumsum(0), (1, 0))  # entries before each position
     return sums / (before[bags[1]] - before[bags[0]]).clamp(min=1).unsqueeze(-1)
-
-
-def _ends(offsets: Tensor, ids: Tensor) -> Tensor:
-    """Return the end of each bag; the last one ends with the ids."""
-    return torch.cat((offsets[1:], offsets.new_full((1,), len(ids))))
 
 
 def split_logsumexp(

@@ -143,9 +143,8 @@ class Recipe:
     shapes: Mapping[str, tuple[int, ...]]
     source: Callable[[str], TensorSource]
     dtypes: Mapping[str, torch.dtype]  # chosen by the constructor
+    digest: Callable[[str], int]  # processes compare these to check that their weights agree
     bare: Mapping[str, str] = field(default_factory=dict)  # tensors without values, and why
-    # processes compare these to check that their weights agree
-    digests: Callable[[], Mapping[str, int]] = dict
     whole: Callable[[], nn.Module] | None = None  # builds the whole model again, on meta
 
     def saved_form(self) -> SavedForm | None:
@@ -268,11 +267,7 @@ def _recipe(
         source=source,
         dtypes={place.name: place.tensor.dtype for place in found},
         bare=never_filled,
-        digests=lambda: {
-            name: digest_of_value(history, value)
-            for name, value in values.items()
-            if name not in never_filled
-        },
+        digest=lambda name: digest_of_value(history, values[name]),
     )
 
 
@@ -351,9 +346,7 @@ def _built_for_real(
         source=tensors.__getitem__,
         dtypes={name: tensor.dtype for name, tensor in tensors.items()},
         bare=on_meta,
-        digests=lambda: {
-            name: digest_of(tensor) for name, tensor in tensors.items() if name not in on_meta
-        },
+        digest=lambda name: digest_of(tensors[name]),
     )
 
 

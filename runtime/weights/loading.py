@@ -235,10 +235,10 @@ def _check_all_there(
     )
 
 
-def check_same(digests: Mapping[str, int], mesh: Mesh) -> None:
-    """Exit if the initial weights of processes differ; `digests` are this process's, by name."""
-    names = sorted(digests)
-    own = [digests[name] for name in names]
+def check_same(recipe: Recipe, mesh: Mesh) -> None:
+    """Exit if the initial weights of processes differ."""
+    names = sorted(recipe.shapes.keys() - recipe.bare.keys())
+    own = list(map(recipe.digest, names))
     for axis in (mesh.data, mesh.tensor, mesh.pipeline):
         if not differing([mixed_seed(*own, len(own))], axis, mesh):
             continue
@@ -269,7 +269,7 @@ def load_weights(
     Values come from the safetensors files if these have them, else from the recipe. In the names of
     `splits`, * stands for any number, such as that of a layer.
     """
-    check_same(recipe.digests(), mesh)
+    check_same(recipe, mesh)
 
     @cache
     def saved_form() -> SavedForm | None:

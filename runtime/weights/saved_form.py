@@ -60,14 +60,10 @@ class SavingOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
         results = func(*args, **keywords)
         named = tree_map(self._named, (args, keywords))
         reads = storages_of(named)
-        made = map(self._named, (one for one in tree_leaves(results) if isinstance(one, Tensor)))
-        makes = [
-            one if isinstance(one, Value) and one.storage not in reads else None for one in made
-        ]
-        writes = {one.storage for one in makes if one}
-        writes |= {
-            self.value(one).storage for one in written_by(func, args, keywords) if one.is_meta
-        }
+        written = map(self._named, written_by(func, args, keywords))
+        made = (self._named(one) for one in tree_leaves(results) if isinstance(one, Tensor))
+        makes = [one if storages_of(one) - reads else None for one in made]
+        writes = storages_of((*written, *makes))
         if writes:
             self.history.add(
                 RecordedOp(

@@ -205,9 +205,6 @@ def read(source: TensorSource, ranges: tuple[Ranges, ...], index: tuple[slice, .
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
 
 
-_WIDE = {torch.complex64: torch.complex128}
-
-
 def in_float64(model: nn.Module) -> nn.Module:
     """Convert a model to float64, complex tensors to complex128, in place; return it.
 
@@ -215,9 +212,6 @@ def in_float64(model: nn.Module) -> nn.Module:
     """
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.is_floating_point() or tensor.is_complex():
-            tensor.data = tensor.data.to(_wide(tensor))
+            wide = torch.complex128 if tensor.is_complex() else torch.float64
+            tensor.data = tensor.data.to(wide)
     return model
-
-
-def _wide(tensor: Tensor) -> torch.dtype:
-    return _WIDE.get(tensor.dtype, tensor.dtype if tensor.is_complex() else torch.float64)

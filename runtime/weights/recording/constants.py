@@ -62,7 +62,8 @@ class Constants:
         taken = self._taken.get(id(real))
         if taken is None or taken.source() is not real or taken.version != real._version:
             return None
-        if taken.storage in self._mapped or _same_bytes(self._numbers[taken.storage], real):
+        is_mapped, read = taken.storage in self._mapped, self._numbers[taken.storage]
+        if is_mapped or torch.equal(bytes_of(read), bytes_of(real)):
             return taken.storage
         return None  # changed through shared memory, such as an array
 
@@ -136,10 +137,6 @@ def bytes_of(tensor: Tensor) -> Tensor:
     """Return a tensor's bytes, in order."""
     flat = torch.empty(tensor.numel(), dtype=tensor.dtype)
     return flat.copy_(tensor.detach().reshape(-1)).view(torch.uint8)
-
-
-def _same_bytes(one: Tensor, other: Tensor) -> bool:
-    return torch.equal(bytes_of(one), bytes_of(other))
 
 
 @contextmanager

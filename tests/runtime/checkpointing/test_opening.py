@@ -49,7 +49,7 @@ def test_a_training_that_is_over_or_fails_gives_its_folder_back(tmp_path: Path, 
     keeper, model = opened(mesh, "--checkpoint", str(tmp_path), "--steps", "1"), nn.Linear(2, 2)
     assert (tmp_path / NAME).exists()
     optimizer = build_optimizer([model], torch.optim.AdamW, zero=0, mesh=mesh)
-    keeper.restore([model], optimizer, Recipe(shapes={}, source=no_weights, dtypes={}))
+    keeper.restore([model], optimizer, Recipe(shapes={}, source=no_weights, dtypes={}, digest=hash))
     keeper.after(1)
     keeper.export()
     assert not (tmp_path / NAME).exists()
@@ -60,7 +60,7 @@ def test_a_training_whose_folder_was_taken_ends(
 ) -> None:
     keeper, model = opened(mesh, "--checkpoint", str(tmp_path)), nn.Linear(2, 2)
     optimizer = build_optimizer([model], torch.optim.AdamW, zero=0, mesh=mesh)
-    keeper.restore([model], optimizer, Recipe(shapes={}, source=no_weights, dtypes={}))
+    keeper.restore([model], optimizer, Recipe(shapes={}, source=no_weights, dtypes={}, digest=hash))
     assert keeper._claim is not None
     keeper._claim._lost.set()
     with pytest.raises(SystemExit) as left:

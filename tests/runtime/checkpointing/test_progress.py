@@ -281,7 +281,7 @@ def test_no_checkpoint_and_no_export_is_written_of_broken_weights(
     keeper = Keeper(options(*words), mesh, rows_per_step=1, model="")
     model = nn.Linear(2, 2)
     optimizer = build_optimizer([model], lambda p: torch.optim.SGD(p, lr=0.5), zero=0, mesh=mesh)
-    recipe = Recipe(shapes={}, source=no_weights, dtypes={})
+    recipe = Recipe(shapes={}, source=no_weights, dtypes={}, digest=hash)
     keeper.restore([model], optimizer, recipe)
     keeper.after(10)
     with torch.no_grad():
@@ -406,7 +406,7 @@ def test_the_learning_rate_is_that_of_the_step_and_not_of_the_next(mesh: Mesh) -
     model = nn.Linear(2, 2)
     optimizer = build_optimizer([model], lambda p: torch.optim.SGD(p, lr=0.5), zero=0, mesh=mesh)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.1)
-    keeper.restore([model], optimizer, Recipe(shapes={}, source=no_weights, dtypes={}))
+    keeper.restore([model], optimizer, Recipe(shapes={}, source=no_weights, dtypes={}, digest=hash))
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     scheduler.step()

@@ -81,7 +81,7 @@ def test_a_checkpoint_is_written_when_the_minutes_are_over(tmp_path: Path, mesh:
     words = ("--checkpoint", str(tmp_path), "--checkpoint-minutes", "1")
     keeper, model = Keeper(options(*words), mesh, rows_per_step=1, model=""), nn.Linear(2, 2)
     optimizer = build_optimizer([model], AdamW, zero=0, mesh=mesh)
-    keeper.restore([model], optimizer, Recipe(shapes={}, source=no_weights, dtypes={}))
+    keeper.restore([model], optimizer, Recipe(shapes={}, source=no_weights, dtypes={}, digest=hash))
     keeper.after(1)
     keeper._begun_at -= 61
     keeper._signals._steps_between = 1
@@ -105,7 +105,7 @@ def _local(folder: Path, mesh: Mesh, *words: str) -> Keeper:
     local = replace(mesh, sync_every=4)
     keeper, model = Keeper(options(*words), local, rows_per_step=1, model=""), nn.Linear(2, 2)
     optimizer = build_optimizer([model], AdamW, zero=0, mesh=mesh)
-    keeper.restore([model], optimizer, Recipe(shapes={}, source=no_weights, dtypes={}))
+    keeper.restore([model], optimizer, Recipe(shapes={}, source=no_weights, dtypes={}, digest=hash))
     return keeper
 
 

@@ -20,34 +20,31 @@ def _stage(rank: int) -> nn.ModuleDict:
     return nn.ModuleDict(layers)
 
 
-def _train_once(zero: bool) -> tuple[list[float], list[float], list[str]]:
+def _train_once(zero: bool) -> tuple[list[float], list[str]]:
     mesh = start(pipeline=3, data=2 if zero else 1, tensor=1)
-    torch.manual_seed(mesh.pipeline.rank)
     model = _stage(mesh.pipeline.rank)
     if zero:
         for layer in model.values():
             fully_shard(layer, mesh=mesh.device_mesh["shard"])
     weight = next(model.parameters())
     ties = TiedWeights(mesh, [model], [TIE])
-    ties.broadcast()
     if mesh.pipeline.rank != 2:  # a stage that did not use its copy in this step has no gradient
         weight.grad = torch.ones_like(weight) * (mesh.pipeline.rank + 5)
     ties.sum_gradients()
     gradient = local(weight.grad).flatten().tolist() if weight.grad is not None else []
-    return local(weight.detach()).flatten().tolist(), gradient, sorted(ties.not_owned)
+    return gradient, sorted(ties.not_owned)
 
 
 @pytest.mark.parametrize("zero", [False, True])
-def test_copies_on_two_stages_share_values_and_gradients(zero: bool) -> None:
+def test_copies_on_two_stages_share_gradients(zero: bool) -> None:
     results = run_on_ranks(_train_once, 6 if zero else 3, zero)
     step = 2 if zero else 1
     for first, middle, last in zip(
         *(results[i * step : (i + 1) * step] for i in range(3)), strict=True
     ):
-        assert first[0] == last[0]
-        assert first[1] == last[1] == [5.0] * len(first[1])
-        assert set(middle[1]) == {6.0}
-        assert (first[2], middle[2], last[2]) == ([], [], sorted(TIE.names))
+        assert first[0] == last[0] == [5.0] * len(first[0])
+        assert set(middle[0]) == {6.0}
+        assert (first[1], middle[1], last[1]) == ([], [], sorted(TIE.names))
 
 
 def _two_copies_in_one_process() -> list[list[float]]:
@@ -57,9 +54,7 @@ def _two_copies_in_one_process() -> list[list[float]]:
     weights = [parameter for part in parts for parameter in part.parameters()]
     for weight in weights:
         weight.grad = torch.ones_like(weight)
-    ties.broadcast()
     ties.sum_gradients()
-    assert all(torch.equal(weight, weights[0]) for weight in weights)
     return [
         sorted(set(weight.grad.flatten().tolist())) for weight in weights if weight.grad is not None
     ]

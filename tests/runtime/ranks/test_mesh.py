@@ -108,7 +108,7 @@ def test_a_shard_count_that_does_not_divide_the_data_axis_is_refused() -> None:
 @pytest.mark.usefixtures("no_torchrun")
 def test_one_process_needs_no_torchrun() -> None:
     mesh = start(pipeline=1, data=1, tensor=1)
-    assert (mesh.rank, mesh.world_size, mesh.tensor.group, mesh.world.group) == (0, 1, None, None)
+    assert (mesh.rank, mesh.world.size, mesh.tensor.group, mesh.world.group) == (0, 1, None, None)
     stop(mesh)
     assert not dist.is_initialized()
 
