@@ -87,7 +87,7 @@ def subject_of(
     parts = built.parts if plan.graph is built.graph else None
     _check_same_parameters(plan, model, file.path)
     _check_same_modules(plan, model, file.path)
-    traced = _Traced.of(plan, file, cache)
+    traced = _Traced.of(file, plan.model, plan.graph, plan.arrangement.precision, cache)
     split = split_of(plan, modules, partial(_on_other_lengths, traced), parts)
     return PlannedSubject(
         file=file,
@@ -117,14 +117,16 @@ class _Traced:
     cache: Cache = field(compare=False)
 
     @classmethod
-    def of(cls, plan: Plan, file: ModelFile, cache: Cache) -> _Traced:
-        """Return the key of a plan's model."""
+    def of(
+        cls, file: ModelFile, facts: Model, graph: Graph, precision: Precision, cache: Cache
+    ) -> _Traced:
+        """Return the key of a model."""
         return cls(
             path=file.path,
-            facts=plan.model,
-            precision=plan.arrangement.precision,
-            fixed_batch=plan.graph.fixed_batch,
-            graph=plan.graph,
+            facts=facts,
+            precision=precision,
+            fixed_batch=graph.fixed_batch,
+            graph=graph,
             file=file,
             cache=cache,
         )
@@ -184,15 +186,7 @@ def _trace_other_lengths(question: Question, spec: str, cache: Cache) -> None:
         if known is not None:
             file, traced = load_model_file(spec, question.arguments), with_spec(known, spec)
             _traced_on_other_lengths(
-                _Traced(
-                    path=file.path,
-                    facts=traced.model,
-                    precision=question.precision,
-                    fixed_batch=traced.graph.fixed_batch,
-                    graph=traced.graph,
-                    file=file,
-                    cache=cache,
-                )
+                _Traced.of(file, traced.model, traced.graph, question.precision, cache)
             )
 
 

@@ -8,11 +8,9 @@ from autopar.codegen.forward.opening import is_changed, is_split_random, may_rea
 from autopar.codegen.forward.reading.forward_source import as_tuple, is_mapping, pairs
 from autopar.codegen.forward.reading.modules import (
     Imported,
-    functions_at,
     is_free,
     is_number,
     named_functions,
-    size_reading_functions,
 )
 from autopar.codegen.forward.scope import AvailableValues, PrintAgainError
 from autopar.codegen.text.expressions import (
@@ -130,7 +128,7 @@ def _imported(function: FunctionCall) -> Imported:
 def _reads_sizes(function: FunctionCall, body: AvailableValues) -> bool:
     if (function.module, function.name) == LOSS_FUNCTION:
         return True
-    return _imported(function) in size_reading_functions(body.split.modules)
+    return named_functions(body.split.modules).get(_imported(function), False)
 
 
 def _has_size(value: Value) -> bool:
@@ -315,7 +313,8 @@ def _target(unit: str, body: AvailableValues) -> SourceForm:
         if body.owner.within(record.path) is None:
             raise PrintAgainError.for_module(record.path, body.scope)
         return SourceForm(tuple(body.owner.path(record.path).parts))
-    known = functions_at(record.path.rpartition("/")[0], body.split.modules)
+    owner = body.split.modules.get(record.path.rpartition("/")[0])
+    known = named_functions(body.split.modules) if owner is None else owner.functions
     if all(one.name != record.class_name for one in known):
         raise unnamed_function(record, body.tree.ops[unit][0])
     return SourceForm((f"{record.class_name}.apply",))

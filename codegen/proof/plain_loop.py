@@ -18,7 +18,8 @@ from autopar.codegen.proof.verification import GivenScript
 from autopar.codegen.script import ScriptSetting, lines
 from autopar.codegen.script.model_calls import model_arguments, model_calls
 from autopar.codegen.script.render import (
-    check_plain_loop,
+    BUILTINS_ALONE,
+    check_names,
     environment,
     script_imports,
     with_checksum,
@@ -56,7 +57,7 @@ class PlainView:
     model_imports: Source
     functions: Source
     settings: Source
-    widened: Source  # converts a model to float32
+    widened: Source  # converts a model that is built in 16 bits to float32
     has_dataset: bool
     is_streamed: bool
     has_collate: bool
@@ -72,13 +73,11 @@ def plain_loop(
     plan: Plan, subject: PlannedSubject, script: GivenScript, destination: Path
 ) -> Source:
     """Return the loop for the path `destination`, with a script's settings."""
-    template, view = (
-        environment().get_template(_TEMPLATE),
-        _view(plan, subject, script, destination),
-    )
+    template = environment().get_template(_TEMPLATE)
+    view = _view(plan, subject, script, destination)
     body = template.render(view=view, imports=Source())
     text = template.render(view=view, imports=script_imports(body, KNOWN_ALONE))
-    check_plain_loop(text)
+    check_names(text, KNOWN_ALONE, BUILTINS_ALONE)
     return with_checksum(text, plan)
 
 
@@ -86,13 +85,16 @@ def _view(plan: Plan, subject: PlannedSubject, script: GivenScript, destination:
     file = subject.file
     calls = model_calls(file, (), destination, is_half=False, evaluates=False)
     batch = {k: v for k, v in file.example_batch(2).items() if isinstance(v, Tensor)}
-    dtypes = {key: _wide(value.dtype) for key, value in batch.items()}
+    dtypes = {  # of a float32 training
+        key: torch.promote_types(one.dtype, torch.float32) if one.is_floating_point() else one.dtype
+        for key, one in batch.items()
+    }
     return PlainView(
         docstring=_docstring(plan, script, destination),
         model_imports=calls.imports,
         functions=calls.functions,
         settings=lines(_settings(plan, script, dtypes)),
-        widened=Source(".float()" if _is_narrow(subject) else ""),
+        widened=Source(".float()" if own_dtype(without_memory(file)) in HALF_DTYPES else ""),
         has_dataset=file.build_dataset is not None,
         is_streamed=file.build_dataset is not None and is_streamed(file.build_dataset()),
         has_collate=file.build_collate is not None,
@@ -146,16 +148,6 @@ def _settings(
     yield ScriptSetting("SEED", literal(script.seed), "of weights and rows")
     columns = (f"{literal(key)}: {dtype}" for key, dtype in dtypes.items())
     yield ScriptSetting("COLUMNS", Source(f"{{{', '.join(columns)}}}"), "a batch's keys and dtypes")
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of a batch's tensor in a float32 training."""
-    return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
-
-
-def _is_narrow(subject: PlannedSubject) -> bool:
-    """Whether the model is built in 16 bits."""
-    return own_dtype(without_memory(subject.file)) in HALF_DTYPES
 
 
 def _optimizer(subject: PlannedSubject) -> Source:

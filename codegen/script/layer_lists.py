@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import takewhile
 from types import MappingProxyType
 
 from autopar.codegen.forward.classes import CROSSING
 from autopar.codegen.forward.opened import CrossingTensor, OpenedSource, StageClass
+from autopar.codegen.forward.reading.forward_source import common
 from autopar.codegen.forward.reading.modules import LOSS_STAGE
 from autopar.codegen.script.parameter_tables import (
     aliases_of,
@@ -114,13 +114,9 @@ def stage_holds(graph: Graph, stages: Sequence[StageClass]) -> tuple[frozenset[s
 
 def _common_steps(name: str, stage: StageClass) -> int:
     """Return how many leading names a parameter's path shares at most with a stage's module."""
-    steps = name.split(".")
-
-    def together(path: str) -> int:
-        pairs = zip(steps, path.split("."), strict=False)
-        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-
-    return max(map(together, stage.modules), default=0)
+    names = tuple(name.split("."))
+    shared = (common([names, tuple(path.split("."))]) for path in stage.modules)
+    return max(map(len, shared), default=0)
 
 
 def crossings_follow_rows(opened: OpenedSource, axes: GraphAxes) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import TypeVar
 
 from autopar.codegen.text.values import (
@@ -106,13 +106,21 @@ def numbered_tuple(names: Iterable[str]) -> Bracketed:
 
 def numbered_runs(names: Iterable[str]) -> Iterator[str | Bracketed]:
     """Yield names as Python; consecutive names become `*expand(…)`."""
-    run: list[str] = []
-    for name in names:
-        if run and not _follows(run[-1], name):
-            yield from _printed_run(run)
-            run = []
-        run.append(name)
-    yield from _printed_run(run)
+    for (pattern, _), run in groupby(enumerate(names), key=_place_of_run):
+        own = [name for _, name in run]
+        if len(own) == 1:
+            yield literal(own[0])
+        else:
+            first = _numbered(own[0])[1] or 0
+            bounds = f"{first}, {first + len(own)}" if first else f"{len(own)}"
+            yield call("*expand", literal(pattern), f"range({bounds})")
+
+
+def _place_of_run(placed: tuple[int, str]) -> tuple[str, int]:
+    """Return a key that consecutive names share: their pattern, and number minus position."""
+    place, name = placed
+    pattern, number = _numbered(name)
+    return pattern, -1 - place if number is None else number - place
 
 
 def numbered_rows(table: Mapping[str, Value]) -> Iterator[tuple[str | Bracketed, Value]]:
@@ -147,26 +155,6 @@ def _range(numbers: Sequence[int]) -> str | None:
     if step > 1:
         return f"{first}, {end}, {step}"
     return f"{first}, {end}" if first else f"{end}"
-
-
-def _follows(before: str, name: str) -> bool:
-    """Whether a name is the next one of the same pattern."""
-    (pattern, number), (own_pattern, own_number) = _numbered(before), _numbered(name)
-    return (
-        number is not None
-        and own_number is not None
-        and pattern == own_pattern
-        and own_number == number + 1
-    )
-
-
-def _printed_run(run: list[str]) -> Iterator[str | Bracketed]:
-    if len(run) < 2:
-        yield from map(literal, run)
-        return
-    pattern, first = _numbered(run[0])
-    bounds = f"{first}, {first + len(run)}" if first else f"{len(run)}"
-    yield call("*expand", literal(pattern), f"range({bounds})")
 
 
 def _numbered(name: str) -> tuple[str, int | None]:

@@ -20,7 +20,6 @@ from autopar.codegen.script import ScriptView
 from autopar.codegen.text.lines import from_line
 from autopar.codegen.text.values import (
     KNOWN,
-    KNOWN_ALONE,
     Source,
     identifier,
     literal,
@@ -134,7 +133,7 @@ _BUILTINS = frozenset(
         "sorted", "str", "sum", "super", "tuple", "type", "zip",
     }
 )  # fmt: skip
-_BUILTINS_ALONE = _BUILTINS | {"bytes", "getattr", "hasattr", "iter", "map", "next"}
+BUILTINS_ALONE = _BUILTINS | {"bytes", "getattr", "hasattr", "iter", "map", "next"}
 
 
 class UnsafeScriptError(AssertionError):
@@ -143,15 +142,11 @@ class UnsafeScriptError(AssertionError):
 
 def check_script(script: str) -> None:
     """Raise if a script is not valid Python, or does something that training does not need."""
-    _check(script, KNOWN, _BUILTINS)
+    check_names(script, KNOWN, _BUILTINS)
 
 
-def check_plain_loop(script: str) -> None:
-    """Check a plain PyTorch loop like a script; a loop may use more names."""
-    _check(script, KNOWN_ALONE, _BUILTINS_ALONE)
-
-
-def _check(script: str, modules: Container[str], builtins: Iterable[str]) -> None:
+def check_names(script: str, modules: Container[str], builtins: Iterable[str]) -> None:
+    """Raise if a script has other statements than a script's, or other names than these."""
     tree = ast.parse(script)
     faults = [*_strange_statements(tree), *_strange_names(tree, modules, builtins)]
     if faults:
@@ -178,26 +173,23 @@ def _strange_names(
 ) -> Iterator[str]:
     """Yield undefined names, and names that start with two underscores."""
     defined = {*_defined(tree), *builtins, *_DUNDERS}
-    allowed = {id(one) for call in _readings(tree) for one in ast.walk(call)}
+    # no other code than the call that reads options may have all constants of the script
+    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
+    readings = [call for call in calls if ast.unparse(call) == "read_options(argv, globals())"]
+    allowed = {id(one) for call in readings for one in ast.walk(call)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and node.id not in defined and id(node) not in allowed:
             yield f"line {node.lineno}: the name {node.id}"
-        if isinstance(node, ast.Attribute) and node.attr.startswith("__") and not _is_super(node):
+        if (
+            isinstance(node, ast.Attribute)
+            and node.attr.startswith("__")
+            and ast.unparse(node) != "super().__init__"
+        ):
             yield f"line {node.lineno}: the attribute {node.attr}"
         if isinstance(node, ast.Import):
             for alias in node.names:
                 if alias.name not in modules and alias.asname not in ("model_file", "F"):
                     yield f"line {node.lineno}: import {alias.name}"
-
-
-def _readings(tree: ast.Module) -> Iterator[ast.Call]:
-    """Yield the calls that read options; no other code may access all constants of the script."""
-    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
-    yield from (call for call in calls if ast.unparse(call) == "read_options(argv, globals())")
-
-
-def _is_super(node: ast.Attribute) -> bool:
-    return ast.unparse(node) == "super().__init__"
 
 
 def _defined(tree: ast.Module) -> Iterator[str]:

@@ -8,6 +8,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from itertools import takewhile
 from types import CodeType, FunctionType, MappingProxyType
 from typing import Any
 
@@ -311,12 +312,7 @@ def call_tree(graph: Graph) -> CallTree:
     )
 
 
-def common(chains: Iterator[tuple[str, ...]] | list[tuple[str, ...]]) -> tuple[str, ...]:
+def common(chains: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
     """Return the common beginning of some chains, outermost first."""
-    first, *others = list(chains)
-    length = len(first)
-    for other in others:
-        length = min(length, len(other))
-        while first[:length] != other[:length]:
-            length -= 1
-    return first[:length]
+    steps = takewhile(lambda step: len(set(step)) == 1, zip(*chains, strict=False))
+    return tuple(step[0] for step in steps)

@@ -9,7 +9,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from types import FunctionType, MappingProxyType
 from typing import Any
@@ -147,9 +147,8 @@ class Module:
     remembers: bool = False  # it reads attributes that it has set itself, perhaps in another call
     branches_in_training: bool = False  # its forward computes something else in evaluation
     reads_sizes: bool = False  # its forward reads sizes of tensors; numbers in it may be such sizes
-    # plain functions and autograd Functions available in its file
-    functions: tuple[Imported, ...] = ()
-    size_reading: frozenset[Imported] = frozenset()  # those of them that read sizes of tensors
+    # plain and autograd Functions available in its file, and whether each reads sizes of tensors
+    functions: Mapping[Imported, bool] = field(default_factory=dict)
 
     @property
     def is_torch(self) -> bool:
@@ -160,19 +159,10 @@ class Module:
 Modules = Mapping[str, Module]
 
 
-def named_functions(modules: Modules) -> frozenset[Imported]:
-    """Return the functions that the modules' files define or import."""
-    return _joined(module.functions for module in modules.values())
-
-
-def size_reading_functions(modules: Modules) -> frozenset[Imported]:
-    """Return the functions of modules' files that read sizes of tensors."""
-    return _joined(module.size_reading for module in modules.values())
-
-
-def _joined(groups: Iterable[Iterable[Imported]]) -> frozenset[Imported]:
-    """Return the union; a group that several modules share is joined once."""
-    return frozenset().union(*{id(group): group for group in groups}.values())
+def named_functions(modules: Modules) -> Mapping[Imported, bool]:
+    """Return the functions that the modules' files define or import; see `Module.functions`."""
+    groups = {id(module.functions): module.functions for module in modules.values()}
+    return {one: reads for group in groups.values() for one, reads in group.items()}
 
 
 def modules_of(model: nn.Module) -> Modules:
@@ -228,16 +218,9 @@ def _facts(module: nn.Module, *, others_set: bool) -> Mapping[str, Any]:
         "checks_sizes": any(map(checks_sizes, sources)),
         "keeps_state": others_set or any(map(keeps_state, sources)),
         "reads_sizes": any(reads_sizes(one, type(module)) for one in (module.forward, *hooks)),
-        "functions": tuple(_functions(module)),
-        "size_reading": frozenset(_size_reading(module)),
+        "functions": dict(_functions(module)),
         "unpacks": unpacked(parsed(source)),
     }
-
-
-def functions_at(path: str, modules: Modules) -> frozenset[Imported]:
-    """Return the functions that code of a module can name; the loss can name those of all files."""
-    owner = modules.get(path)
-    return named_functions(modules) if owner is None else frozenset(owner.functions)
 
 
 def _is_importable(kind: type) -> bool:
@@ -260,17 +243,13 @@ def _source(thing: Callable[..., Any], *, of: type | None = None) -> str:
         return ""
 
 
-def _functions(module: nn.Module) -> Iterator[Imported]:
-    """Yield the functions that a forward's file names, except torch's."""
-    yield from map(imported, _plain_functions(module))
+def _functions(module: nn.Module) -> Iterator[tuple[Imported, bool]]:
+    """Yield the functions that a forward's file names, except torch's; see `Module.functions`."""
+    yield from ((imported(one), reads_sizes(one, object)) for one in _plain_functions(module))
     for value in _names(module).values():
         is_function = isinstance(value, type) and issubclass(value, autograd.Function)
         if is_function and not value.__module__.startswith("torch.") and _is_importable(value):
-            yield imported(value)
-
-
-def _size_reading(module: nn.Module) -> Iterator[Imported]:
-    return (imported(one) for one in _plain_functions(module) if reads_sizes(one, object))
+            yield imported(value), False
 
 
 def _plain_functions(module: nn.Module) -> list[FunctionType]:

@@ -9,7 +9,7 @@ from textwrap import wrap
 
 from autopar.codegen.forward.reading.split import SplitGraph
 from autopar.codegen.forward.scope import Owner
-from autopar.codegen.forward.writing.naming import Shape, ValueNames, named, values_to_keep
+from autopar.codegen.forward.writing.naming import Namer, Shape, values_to_keep
 from autopar.codegen.forward.writing.statements import Loop, Statement, rolled, statements
 from autopar.codegen.text.expressions import (
     Binding,
@@ -60,7 +60,7 @@ def _attempt(
 ) -> tuple[list[str], list[LocalTensor]]:
     """Return the source with `kept` values named, and values in long lines to name as well."""
     found = statements(body, kept=kept)
-    names = named(found, body, owner.split)
+    names = Namer(found, body, owner.split)
     writer = _Writer(found, names, style, owner.split, has_result=body.result is not None)
     return writer.lines(), writer.too_long
 
@@ -69,7 +69,7 @@ class _Writer:
     def __init__(
         self,
         found: Sequence[Statement],
-        names: ValueNames,
+        names: Namer,
         style: Style,
         split: SplitGraph,
         *,

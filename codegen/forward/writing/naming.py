@@ -101,14 +101,6 @@ _USUAL = ("x", "y", "z", "h", "u", "w")
 _AXIS = "tensor"  # the parameter of a printed loss
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ValueNames:
-    """The names of all values, and the named sizes."""
-
-    names: Mapping[LocalTensor, str]
-    shapes: tuple[Shape, ...]
-
-
 def values_to_keep(lines: Sequence[Line]) -> frozenset[LocalTensor]:
     """Return the values that should have a name: inputs and outputs of attention, split logits."""
     operands = {local for line in lines for local in _operands(line.expression, (_ATTENTION,), 3)}
@@ -122,22 +114,13 @@ def values_to_keep(lines: Sequence[Line]) -> frozenset[LocalTensor]:
     return frozenset(operands | results | logits)
 
 
-def named(
-    statements: Sequence[Statement],
-    body: Body,
-    split: SplitGraph,
-) -> ValueNames:
-    """Return names for the values of a body's statements; arguments have theirs already."""
-    return _Namer(statements, body, split).named()
+class Namer:
+    """Names the values of a body's statements, and sizes; arguments have names already.
 
+    `names` has the names of all values, `shapes` those of sizes.
+    """
 
-class _Namer:
-    def __init__(
-        self,
-        statements: Sequence[Statement],
-        body: Body,
-        split: SplitGraph,
-    ) -> None:
+    def __init__(self, statements: Sequence[Statement], body: Body, split: SplitGraph) -> None:
         arguments = body.arguments
         self.statements, self.split = statements, split
         modules = split.modules.values()
@@ -161,15 +144,15 @@ class _Namer:
         self.reserved |= self.frame - set(arguments.values())  # batch, of batch["tokens"]
         self.reserved |= {line.function for s in statements for line in s.lines if line.function}
         self.reserved |= {s.line.header.split()[1] for s in statements if isinstance(s.line, Loop)}
+        self._name_all()
 
-    def named(self) -> ValueNames:
+    def _name_all(self) -> None:
         for number, statement in enumerate(self.statements):
             if isinstance(statement.line, Loop):
                 self._name_carried(number, statement.line)
             for position, local in enumerate(values_in(statement.results)):
                 if local not in self.names:
                     self._name(local, statement, number, position)
-        return ValueNames(names=self.names, shapes=self.shapes)
 
     def _name_carried(self, number: int, loop: Loop) -> None:
         # A loop's result must not take the name of a value that every iteration reads.

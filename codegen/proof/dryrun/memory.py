@@ -102,14 +102,13 @@ def categories_of(modules: Sequence[nn.Module], optimizers: Sequence[Optimizer])
     for module in modules:
         _claim(owners, "parameters", (*module.parameters(), *module.buffers()))
         _claim(owners, "unsharded parameters", _unsharded_parameters(module))
-        _claim(owners, "parameters", _sharded_parameters(module))
+        shards = (one._sharded_param_data for one in _fsdp_parameters(module))
+        _claim(owners, "parameters", shards)
         _claim(owners, "gradients", _gradients(module))
     return owners
 
 
-def _claim(
-    owners: dict[int, str], category: str, tensors: Sequence[Tensor] | Iterator[Tensor]
-) -> None:
+def _claim(owners: dict[int, str], category: str, tensors: Iterable[Tensor]) -> None:
     for tensor in tensors:
         owners[local_tensor(tensor).untyped_storage()._cdata] = category
 
@@ -142,7 +141,9 @@ def _gradients(module: nn.Module) -> Iterator[Tensor]:
 def _unsharded_parameters(module: nn.Module) -> Iterator[Tensor]:
     """Yield unsharded parameters, and the all-gather outputs that they are copied from."""
     for group in _fsdp_groups(module):
-        for result in (group._all_gather_result, _last_gather_result(group)):
+        # FSDP keeps the last result until the next copy-out; absent before the first forward
+        last = getattr(group.comm_ctx, "all_gather_state", None)
+        for result in (group._all_gather_result, getattr(last, "all_gather_result", None)):
             if result is not None:
                 yield result.all_gather_output
     for fsdp_parameter in _fsdp_parameters(module):
@@ -150,17 +151,6 @@ def _unsharded_parameters(module: nn.Module) -> Iterator[Tensor]:
         whole = getattr(fsdp_parameter, "_unsharded_param", None)
         if whole is not None:
             yield whole
-
-
-def _sharded_parameters(module: nn.Module) -> Iterator[Tensor]:
-    for fsdp_parameter in _fsdp_parameters(module):
-        yield fsdp_parameter._sharded_param_data
-
-
-def _last_gather_result(group: FSDPParamGroup) -> Any:
-    """Return the last all-gather's result, which FSDP keeps until the next copy-out."""
-    state = getattr(group.comm_ctx, "all_gather_state", None)  # absent before the first forward
-    return None if state is None else state.all_gather_result
 
 
 def _fsdp_parameters(module: nn.Module) -> Iterator[FSDPParam]:
@@ -276,15 +266,14 @@ class LiveMemory:
         for key in self._live.keys() - kept:
             self._resize(self._live[key], 0)
 
-    def start_measuring(self, owners: Owners) -> None:
-        """Start measuring the peak."""
+    @contextmanager
+    def measuring(self, owners: Owners) -> Iterator[None]:
+        """Measure the peak while the code inside runs."""
         self._owners = owners
         self.peak_bytes = self._looked_up_bytes = 0
         self.host_peak_bytes = self._host_bytes
         self._note_peak()
-
-    def stop_measuring(self) -> None:
-        """Stop measuring the peak."""
+        yield
         self._owners = None
 
     @contextmanager

@@ -193,9 +193,8 @@ class DryRunRecording(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Iterator[None]:
         """Measure the peak and the collectives of the code inside."""
         self._measures = True
-        self._memory.start_measuring(lambda: categories_of(modules, optimizers))
-        yield
-        self._memory.stop_measuring()
+        with self._memory.measuring(lambda: categories_of(modules, optimizers)):
+            yield
         self._measures = False
 
     @contextmanager
