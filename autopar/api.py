@@ -172,10 +172,11 @@ def plan(
     are those of --pin: {"tp": 2}. `demands` are named as the options of `autopar plan`, with `_`
     for `-`: `global_batch=64, max_tp=8`.
     """
+    counts = gpus if gpus is None or isinstance(gpus, int | str) else ",".join(map(str, gpus))
     request = request_of(
         str(model),
         arguments=_pairs(arguments),
-        gpus=_text(gpus) if gpus is None or isinstance(gpus, (int, str)) else _listed(gpus),
+        gpus=_text(counts),
         device=device,
         nodes=_text(nodes),
         cluster=None if cluster is None else _path(cluster),
@@ -213,7 +214,3 @@ def _pairs(values: Mapping[str, object] | None) -> list[str]:
 
 def _text(value: object) -> str | None:
     return None if value is None else str(value)
-
-
-def _listed(values: Sequence[int]) -> str:
-    return ",".join(map(str, values))

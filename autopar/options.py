@@ -49,34 +49,26 @@ CACHE = Annotated[
 def whole(name: str, *, least: int, most: int = MOST, metavar: str = "N", text: str) -> Any:
     """Return an integer option; `text` is its help."""
     expected = f"a whole number of at least {least}" + (f", at most {most}" if most < MOST else "")
-
-    def is_in_range(number: float) -> bool:
-        return least <= number <= most
-
-    parser = _reader(name, int, is_in_range, fault="is not a count", expected=expected)
-    return typer.Option(name, parser=parser, metavar=metavar, help=text)
+    read = _reader(
+        name, int, lambda n: least <= n <= most, fault="is not a count", expected=expected
+    )
+    return typer.Option(name, parser=read, metavar=metavar, help=text)
 
 
 def seconds(name: str, *, text: str) -> Any:
     """Return an option for a time."""
     expected = "seconds, above 0, such as 60"
-    parser = _reader(
-        name,
-        float,
-        lambda number: 0 < number <= _MOST_SECONDS,
-        fault="is no time",
-        expected=expected,
+    read = _reader(
+        name, float, lambda n: 0 < n <= _MOST_SECONDS, fault="is no time", expected=expected
     )
-    return typer.Option(name, parser=parser, metavar="SECONDS", help=text)
+    return typer.Option(name, parser=read, metavar="SECONDS", help=text)
 
 
 def difference(name: str, *, text: str) -> Any:
     """Return an option for the largest difference to accept."""
     expected = "a number from 0 on, such as 1e-9"
-    parser = _reader(
-        name, float, lambda number: 0 <= number < inf, fault="is no difference", expected=expected
-    )
-    return typer.Option(name, parser=parser, metavar="X", help=text)
+    read = _reader(name, float, lambda n: 0 <= n < inf, fault="is no difference", expected=expected)
+    return typer.Option(name, parser=read, metavar="X", help=text)
 
 
 def _reader(
@@ -240,7 +232,14 @@ VERIFY = Annotated[
     bool | None,
     typer.Option("--verify/--no-verify", help="Verify the script; by default if it takes seconds."),
 ]
-AS_JSON = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+PLAN = Annotated[Path, typer.Argument(metavar="PLAN", help="plan.json or its folder")]
+MOVED_MODEL = Annotated[
+    str | None,
+    typer.Option("--model", metavar="FILE", help="The plan's model file, if it has moved."),
+]
+OUTPUT_FILE = Annotated[
+    Path, typer.Option("--output", "-o", metavar="FILE", help="Where to write it.")
+]
 
 
 Command = Callable[..., None]

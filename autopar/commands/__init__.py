@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from itertools import pairwise
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -19,6 +19,9 @@ from autopar.planner.errors import ExitCode, InputError
 
 # Typer exports only subclasses of UsageError, whose module depends on the version.
 _UsageError: Any = typer.BadParameter.__base__
+
+
+AS_JSON = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 
 
 class Command(TyperCommand):

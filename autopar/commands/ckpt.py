@@ -20,7 +20,7 @@ from autopar.checkpoints import (
     verified_in,
     whole_checkpoint,
 )
-from autopar.commands import Command, new_app
+from autopar.commands import AS_JSON, Command, new_app
 from autopar.console import print_json, print_note, results, status_line
 from autopar.pages.other_pages import difference_page, list_page, verified_page
 from autopar.planner.errors import ExitCode, InputError
@@ -31,7 +31,6 @@ FOLDER = Annotated[
     str,
     typer.Argument(metavar="FOLDER", help="of checkpoints, of a run, or of one checkpoint: step-N"),
 ]
-JSON = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 
 ckpt = new_app()
 
@@ -47,7 +46,7 @@ def ckpt_options() -> None:
 
 
 @ckpt.command("ls", cls=Command)
-def list_checkpoints(folder: FOLDER, as_json: JSON = False) -> None:
+def list_checkpoints(folder: FOLDER, as_json: AS_JSON = False) -> None:
     """List the checkpoints of a folder: step, rows, time, size, plan, evaluation, state.
 
     The state is intact or damaged, judged by the sizes of files; `autopar ckpt verify` reads them.
@@ -63,7 +62,7 @@ def list_checkpoints(folder: FOLDER, as_json: JSON = False) -> None:
 
 
 @ckpt.command("verify", cls=Command)
-def verify_checkpoints(folder: FOLDER, as_json: JSON = False) -> None:
+def verify_checkpoints(folder: FOLDER, as_json: AS_JSON = False) -> None:
     """Read all files of the checkpoints in a folder, and name those that have changed.
 
     Exits with 6 if any checkpoint is damaged.
@@ -114,7 +113,7 @@ def diff_checkpoints(
     before: Annotated[str, typer.Argument(metavar="A", help="a checkpoint, or a folder of them")],
     after: Annotated[str, typer.Argument(metavar="B", help="a checkpoint, or a folder of them")],
     every: Annotated[bool, typer.Option("--all", help="List all tensors that differ.")] = False,
-    as_json: JSON = False,
+    as_json: AS_JSON = False,
 ) -> None:
     """Show which weights and optimizer states of two checkpoints differ, and by how much at most.
 

@@ -13,8 +13,9 @@ from typing import Annotated
 
 import typer
 
-from autopar.commands import Command, new_app
+from autopar.commands import AS_JSON, Command, new_app
 from autopar.console import print_json, print_note, results
+from autopar.options import OUTPUT_FILE
 from autopar.planner.cluster.detected import (
     BEGINNING,
     MeasuredLinks,
@@ -81,10 +82,8 @@ def detect(
             help="The device that the scheduler calls KIND; may be repeated.",
         ),
     ] = None,
-    output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="FILE", help="Where to write it.")
-    ] = Path("cluster.toml"),
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
+    output: OUTPUT_FILE = Path("cluster.toml"),
+    as_json: AS_JSON = False,
 ) -> None:
     """Write a cluster file from what Slurm, Kubernetes, nvidia-smi and Linux tell.
 

@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 import autopar
+from autopar.commands import AS_JSON
 from autopar.console import print_json, results
 from autopar.planner.errors import AutoparError, ExitCode
 
@@ -40,7 +41,7 @@ def _versions(wanted: bool) -> None:
 
 
 def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
+    as_json: AS_JSON = False,
     versions: Annotated[
         bool,
         typer.Option(

@@ -19,10 +19,9 @@ from autopar.codegen.proof.dryrun.running import (
     dry_run,
     rehearse,
 )
-from autopar.commands.emit import MODEL as MOVED_MODEL
-from autopar.commands.emit import PLAN
+from autopar.commands import AS_JSON
 from autopar.console import print_json, print_note, results, status_line
-from autopar.options import ARG, CACHE, DEVICE, MODEL, seconds, whole
+from autopar.options import ARG, CACHE, DEVICE, MODEL, MOVED_MODEL, PLAN, seconds, whole
 from autopar.pages.other_pages import ops_table, page, profile_page, profile_summary
 from autopar.pages.plan_page import plain_table
 from autopar.planner.annotate import annotated_graph, annotated_ops
@@ -109,7 +108,7 @@ def inspect(
     ] = None,
     device: DEVICE = None,
     precision: PRECISION = Precision.BF16,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
+    as_json: AS_JSON = False,
 ) -> None:
     """Show what autopar understands of a model: parameters, layers, axes, costs.
 
@@ -156,7 +155,7 @@ def dryrun(
     model: MOVED_MODEL = None,
     rank: Annotated[int, whole("--rank", least=0, metavar="R", text="The rank, from 0.")] = 0,
     cache: CACHE = True,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
+    as_json: AS_JSON = False,
 ) -> None:
     """Run the script's own code for one rank, without computing, at the full number of ranks.
 
@@ -221,7 +220,7 @@ def rehearse_plan(
     ] = None,
     steps: Annotated[int, whole("--steps", least=1, metavar="N", text="Steps to measure.")] = 5,
     cache: CACHE = True,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
+    as_json: AS_JSON = False,
 ) -> None:
     """Measure ranks of a plan on the one device of this machine, without the other ranks.
 
@@ -304,7 +303,7 @@ def profile(
             "-o", "--output", metavar="FILE", help="File to add the times to, made if needed."
         ),
     ] = Path(FILE_NAME),
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
+    as_json: AS_JSON = False,
 ) -> None:
     """Measure a model's ops on this machine; `autopar plan --profile FILE` uses the figures.
 

@@ -26,7 +26,7 @@ from autopar.codegen.launch.views import (
 )
 from autopar.codegen.script.render import FILE_NAME, refuse_overwriting
 from autopar.console import print_note, results
-from autopar.options import CACHE
+from autopar.options import CACHE, MOVED_MODEL, PLAN
 from autopar.planner.errors import ExitCode, InputError
 from autopar.planner.files import check_writable, read_given, refuse_replacing, write_whole
 from autopar.planner.model.functions import sources
@@ -40,12 +40,6 @@ from autopar.planning import script_of, traced_plan
 from autopar.runs.run_folder import CHECKPOINTS, Start, script_arguments, value_given
 from autopar.runs.run_record import METRICS
 
-PLAN = Annotated[Path, typer.Argument(metavar="PLAN", help="plan.json or its folder")]
-MODEL = Annotated[
-    str | None,
-    typer.Option("--model", metavar="FILE", help="The plan's model file, if it has moved."),
-]
-
 
 def emit_script(
     plan: PLAN,
@@ -53,7 +47,7 @@ def emit_script(
         list[str] | None,
         typer.Argument(metavar="[-- ARGS]", help="options of the script in a job, with --for"),
     ] = None,
-    model: MODEL = None,
+    model: MOVED_MODEL = None,
     output: Annotated[
         Path | None,
         typer.Option("-o", "--output", metavar="FILE", help="Default: train.py beside the plan."),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
@@ -12,8 +12,9 @@ from typing import Annotated
 import typer
 from rich.console import RenderableType
 
+from autopar.commands import AS_JSON
 from autopar.console import print_json, results, status_line
-from autopar.options import CACHE, whole
+from autopar.options import CACHE, OUTPUT_FILE, PLAN, whole
 from autopar.pages.explanation_page import (
     analysis_page,
     communication_table,
@@ -25,13 +26,12 @@ from autopar.pages.explanation_page import (
     timeline_page,
     why_not_page,
 )
-from autopar.planner.costs.ops.measurements import Measurements
 from autopar.planner.errors import InputError
 from autopar.planner.files import refuse_others, write_whole
 from autopar.planner.plan.declared.constraints import Constraints, constraints_of
 from autopar.planner.plan.declared.file import parse_pins
 from autopar.planner.plan.files.document import read_plan
-from autopar.planner.plan.plan import Plan, RunnerUp, StoredPlan
+from autopar.planner.plan.plan import RunnerUp, StoredPlan
 from autopar.planner.plan.telling.comparison import compare
 from autopar.planner.plan.telling.explanation import Explanation, explain
 from autopar.planner.plan.telling.timeline import (
@@ -52,7 +52,7 @@ TRACE_BEGINNING = '{"otherData": {"writer": "autopar"}, "displayTimeUnit": "ms",
 def diff(
     before: Annotated[Path, typer.Argument(metavar="A", help="plan.json or its folder")],
     after: Annotated[Path, typer.Argument(metavar="B", help="plan.json or its folder")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
+    as_json: AS_JSON = False,
 ) -> None:
     """Show what changed from plan A to plan B, and the effect on time, communication and memory.
 
@@ -68,14 +68,12 @@ def diff(
 
 
 def report_plan(
-    plan: Annotated[Path, typer.Argument(metavar="PLAN", help="plan.json or its folder")],
+    plan: PLAN,
     run: Annotated[
         Path | None,
         typer.Argument(metavar="RUN", help="A run of this plan, or its metrics file."),
     ] = None,
-    output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="FILE", help="Where to write it.")
-    ] = Path("report.html"),
+    output: OUTPUT_FILE = Path("report.html"),
 ) -> None:
     """Draw a plan, and a run of it, as one HTML file that needs no network.
 
@@ -92,14 +90,12 @@ def report_plan(
 
 
 def trace_plan(
-    plan: Annotated[Path, typer.Argument(metavar="PLAN", help="plan.json or its folder")],
+    plan: PLAN,
     run: Annotated[
         Path | None,
         typer.Argument(metavar="RUN", help="A run that profiled a step, or its metrics file."),
     ] = None,
-    output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="FILE", help="Where to write it.")
-    ] = Path("trace.json"),
+    output: OUTPUT_FILE = Path("trace.json"),
 ) -> None:
     """Write the schedule of a plan as a trace for ui.perfetto.dev or chrome://tracing.
 
@@ -112,7 +108,7 @@ def trace_plan(
     found = read_plan(plan)
     parts = [trace_events(timeline_of(found).actions, name="predicted")]
     if run is not None:
-        measured = measured_step(found, _profiles_of(run))
+        measured = measured_step(found, metrics_of(run).parent / PROFILES)
         name = f"measured in step {measured.step:,}"
         parts += [trace_events(measured.actions, name=name, place=1), iter(measured.kernels)]
     events = ",\n".join(map(json.dumps, chain.from_iterable(parts)))
@@ -120,13 +116,8 @@ def trace_plan(
     results().print(f"Written: {output}")
 
 
-def _profiles_of(run: Path) -> Path:
-    """Return the folder of profiles beside the metrics of a run."""
-    return metrics_of(run).parent / PROFILES
-
-
 def explain_plan(
-    plan: Annotated[Path, typer.Argument(metavar="PLAN", help="plan.json or its folder")],
+    plan: PLAN,
     stage: Annotated[
         int | None, whole("--stage", least=0, metavar="I", text="Only this stage, from 0.")
     ] = None,
@@ -166,7 +157,7 @@ def explain_plan(
             help="Compare predicted and measured figures of a run (`autopar run`).",
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
+    as_json: AS_JSON = False,
 ) -> None:
     """Show why a plan was chosen: time, stages, memory, communication, splits.
 
@@ -186,13 +177,16 @@ def explain_plan(
         measured = read_measurements(profile) if profile else None
         folder = plan if plan.is_dir() else plan.parent
 
-        def traced() -> Plan:
-            # imported here, because the rest needs no solver
+        def solved(_: StoredPlan, constraints: Constraints) -> RunnerUp | str:
+            # imported here, because answers from the plan's own figures need no solver
+            from autopar.planner.plan.again import solve_point
             from autopar.planning import traced_plan
 
-            return traced_plan(with_model(found, folder, model), folder, uses_cache=cache)
+            traced = traced_plan(with_model(found, folder, model), folder, uses_cache=cache)
+            with status_line("solving the other plan"):
+                return solve_point(traced, constraints, measured=measured)
 
-        answer = _why_not(found, traced, pins, measured)
+        answer = why_not(found, pins, solved)
         _print([why_not_page(answer)], answer if as_json else None)
         return
     if timeline:
@@ -201,24 +195,6 @@ def explain_plan(
     explanation = explain(found)
     parts = _chosen(found, explanation, stage=stage, memory=memory, comm=comm)
     _print(parts, explanation if as_json else None)
-
-
-def _why_not(
-    plan: StoredPlan,
-    traced: Callable[[], Plan],
-    pins: Constraints,
-    measured: Measurements | None,
-) -> WhyNot:
-    """Answer --why-not from the plan's own figures if possible; else solve the other plan."""
-    # imported here, because the rest needs no solver
-    from autopar.planner.plan.again import solve_point
-
-    def solved(_: StoredPlan, constraints: Constraints) -> RunnerUp | str:
-        model = traced()
-        with status_line("solving the other plan"):
-            return solve_point(model, constraints, measured=measured)
-
-    return why_not(plan, pins, solved)
 
 
 def _chosen(

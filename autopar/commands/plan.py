@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autopar import options as options
+from autopar.commands import AS_JSON
 from autopar.console import print_json, print_note, results, status_line
 from autopar.options import CACHE, MANY_FLOPS, TOLERANCE
 from autopar.planner.errors import AutoparError, ExitCode
@@ -42,7 +43,7 @@ def plan(
     output: options.OUTPUT = Path(),
     force: options.FORCE = False,
     verify: options.VERIFY = None,
-    as_json: options.AS_JSON = False,
+    as_json: AS_JSON = False,
     cache: CACHE = True,
     *,
     demands: Mapping[str, str | None],

@@ -10,9 +10,9 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from autopar.commands.emit import PLAN
+from autopar.commands import AS_JSON
 from autopar.console import print_json, print_note, results
-from autopar.options import whole
+from autopar.options import PLAN, whole
 from autopar.pages.other_pages import time_text
 from autopar.pages.plan_page import plain_table
 from autopar.planner.cluster.toml_reading import seconds_text
@@ -67,7 +67,7 @@ def runs(
     folder: Annotated[
         Path, typer.Argument(metavar="[FOLDER]", help="of runs, of a plan, or of one run")
     ] = Path(),
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
+    as_json: AS_JSON = False,
 ) -> None:
     """List runs: start, plan, state, last step, loss and seconds per step.
 

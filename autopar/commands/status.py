@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from autopar.commands import AS_JSON
 from autopar.console import print_json, results
 from autopar.pages.plan_page import plain_table
 from autopar.planner.cluster.toml_reading import seconds_text
@@ -51,7 +52,7 @@ def status(
     watch: Annotated[
         bool, typer.Option("--watch", help="Print it again every 5 s, until the training is over.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
+    as_json: AS_JSON = False,
 ) -> None:
     """Tell how far a training is: step, time to finish, checkpoint, restarts, slow rank.
 

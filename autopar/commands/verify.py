@@ -24,10 +24,10 @@ from autopar.codegen.proof.verification import (
 )
 from autopar.codegen.script.render import FILE_NAME, refuse_overwriting
 from autopar.codegen.subject import subject_of
-from autopar.commands.emit import MODEL, PLAN
+from autopar.commands import AS_JSON
 from autopar.console import print_json, print_note, results, status_line
 from autopar.notes import note_parts_apart
-from autopar.options import ARG, CACHE, MANY_FLOPS, TOLERANCE, difference, whole
+from autopar.options import ARG, CACHE, MANY_FLOPS, MOVED_MODEL, PLAN, TOLERANCE, difference, whole
 from autopar.pages.plan_page import plain_table
 from autopar.planner.axes.infer import infer_axes
 from autopar.planner.cluster.sheet import machine_bytes
@@ -54,7 +54,7 @@ def verify_plan(
             "--script", metavar="FILE", help="The script. Default: train.py beside the plan."
         ),
     ] = None,
-    model: MODEL = None,
+    model: MOVED_MODEL = None,
     arg: ARG = None,
     steps: Annotated[int, whole("--steps", least=1, text="Steps to train.")] = 5,
     half_steps: Annotated[
@@ -70,7 +70,7 @@ def verify_plan(
         typer.Option("--plain", help=f"Train nothing; write {PLAIN_NAME}, a loop for one device."),
     ] = False,
     cache: CACHE = True,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
+    as_json: AS_JSON = False,
 ) -> None:
     """Compare some steps of the script, on CPU processes, with one process of plain PyTorch.
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from markupsafe import Markup
 
 from autopar.pages.charts import WIDTHS, Marks, color, marks, name, number, rule, svg
+from autopar.pages.plan_page import chosen_row
 from autopar.planner.cluster.toml_reading import bytes_text, seconds_text
 from autopar.planner.costs.prediction import Recompute
 from autopar.planner.plan.plan import StoredPlan
@@ -66,30 +67,26 @@ def unit_of(seconds: float) -> tuple[float, str]:
 
 def _plans(plan: StoredPlan) -> Figure:
     factor, unit = unit_of(plan.prediction.step_seconds)
-    found = [
-        (kind, one.arrangement, one.recompute, one.step_seconds, one.device_bytes)
-        for kind, others in (
-            ("fastest", [plan.fastest] if plan.fastest else []),
-            ("other plans", plan.runners_up),
+    found = [("chosen", chosen_row(plan)), *(("other plans", one) for one in plan.runners_up)]
+    if plan.fastest is not None:
+        found.insert(1, ("fastest", plan.fastest))
+    cells = [
+        (
+            kind,
+            f"{arrangement_words(one.arrangement)}; recompute {one.recompute}",
+            seconds_text(one.step_seconds),
+            bytes_text(one.device_bytes),
         )
-        for one in others
-    ]
-    _, memory = plan.fullest
-    step = plan.prediction.step_seconds
-    chosen = (plan.arrangement, recompute_words(plan.stages), step, memory.device_bytes)
-    found.insert(0, ("chosen", *chosen))
-    words = [
-        f"{arrangement_words(arrangement)}; recompute {recompute}"
-        for _, arrangement, recompute, _, _ in found
+        for kind, one in found
     ]
     rows = [
         {
             "kind": kind,
-            "step": seconds * factor,
-            "memory": size / _GIB,
-            "words": f"{kind}: {text}: {seconds_text(seconds)}, {bytes_text(size)}",
+            "step": one.step_seconds * factor,
+            "memory": one.device_bytes / _GIB,
+            "words": f"{kind}: {text}: {step}, {memory}",
         }
-        for (kind, _, _, seconds, size), text in zip(found, words, strict=True)
+        for (_, one), (kind, text, step, memory) in zip(found, cells, strict=True)
     ]
     encoding = {
         "x": number("step", f"step, {unit}", scale={"zero": False, "nice": True}),
@@ -102,10 +99,7 @@ def _plans(plan: StoredPlan) -> Figure:
         layers=(marks("point", rows, encoding, size=110, filled=True, opacity=0.9),),
         height=240,
         head=("plan", "arrangement", "step", "memory"),
-        rows=tuple(
-            (kind, text, seconds_text(seconds), bytes_text(size))
-            for (kind, _, _, seconds, size), text in zip(found, words, strict=True)
-        ),
+        rows=tuple(cells),
     )
 
 

@@ -165,6 +165,21 @@ def _table(plan: StoredPlan) -> Table:
     return table
 
 
+def chosen_row(plan: StoredPlan, difference: str = "") -> RunnerUp:
+    """Return the chosen plan as a row among the other plans."""
+    prediction = plan.prediction
+    return RunnerUp(
+        arrangement=plan.arrangement,
+        recompute=recompute_words(plan.stages),
+        step_seconds=prediction.step_seconds,
+        mfu=prediction.mfu,
+        device_bytes=prediction.peak_memory.device_bytes,
+        communication_seconds=part_seconds(prediction, StepPart.COMMUNICATION),
+        idle_seconds=part_seconds(prediction, StepPart.BUBBLE),
+        difference=difference,
+    )
+
+
 def _rows(plan: StoredPlan) -> Iterator[RunnerUp]:
     """Yield the chosen plan, then the others; the fastest plan is marked if it was not chosen."""
     prediction = plan.prediction
@@ -173,16 +188,8 @@ def _rows(plan: StoredPlan) -> Iterator[RunnerUp]:
     least = min((one.step_seconds for one in others), default=prediction.step_seconds)
     is_fastest = prediction.step_seconds <= least
     why, of = ("", "") if is_fastest or fastest else ("chosen: the least memory", " of these")
-    yield RunnerUp(
-        arrangement=plan.arrangement,
-        recompute=recompute_words(plan.stages),
-        step_seconds=prediction.step_seconds,
-        mfu=prediction.mfu,
-        device_bytes=prediction.peak_memory.device_bytes,
-        communication_seconds=part_seconds(prediction, StepPart.COMMUNICATION),
-        idle_seconds=part_seconds(prediction, StepPart.BUBBLE),
-        difference=f"chosen: simpler, and {plan.slower_by:.1%} slower" if fastest else why,
-    )
+    simpler = f"chosen: simpler, and {plan.slower_by:.1%} slower"
+    yield chosen_row(plan, simpler if fastest else why)
     for other in others:
         is_marked = not is_fastest and other.step_seconds == least
         difference = f"the fastest{of}: {other.difference}"

@@ -212,9 +212,9 @@ def script_arguments(
     own: list[str] = []
     if keeps_in_run(settings, given):
         own += ["--checkpoint", str(start.checkpoints), "--resume", AUTO]
-    if settings.get("EXPORT", _EXPORT) == _EXPORT and not is_given("--export", given):
+    if settings.get("EXPORT", _EXPORT) == _EXPORT and not _is_given("--export", given):
         own += ["--export", str(folder / _EXPORT)]
-    if not is_given("--metrics", given):
+    if not _is_given("--metrics", given):
         own += ["--metrics", str(folder / METRICS)]
     return (*own, *given)
 
@@ -222,12 +222,12 @@ def script_arguments(
 def keeps_in_run(settings: Mapping[str, Any], given: Sequence[str]) -> bool:
     """Whether neither the script nor the arguments name a folder of checkpoints."""
     is_set = settings.get("CHECKPOINT", "none") != "none"
-    return not is_set and not is_given("--checkpoint", given)
+    return not is_set and not _is_given("--checkpoint", given)
 
 
-def is_given(option: str, given: Sequence[str]) -> bool:
-    """Whether an option is among a script's arguments."""
-    return any(one == option or one.startswith(f"{option}=") for one in given)
+def _is_given(option: str, given: Sequence[str]) -> bool:
+    """Whether an option is among a script's arguments, perhaps without its value."""
+    return any(one.partition("=")[0] == option for one in given)
 
 
 def value_given(option: str, given: Sequence[str]) -> str | None:

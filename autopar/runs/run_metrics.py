@@ -102,17 +102,12 @@ _KINDS: dict[str, type[EventRecord]] = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lines:
-    """The valid lines of a metrics file, and the faults of the others."""
+def _read_lines(path: Path, start: int = 0) -> tuple[Sequence[dict[str, Any]], Sequence[str]]:
+    """Return the valid lines of a file from an offset, and the faults of the others.
 
-    found: tuple[dict[str, Any], ...]
-    faults: tuple[str, ...]
-
-
-def read_lines(path: Path, *, start: int = 0) -> Lines:
-    """Read a file from an offset; lines that are not JSON (cut off by a kill) are ignored."""
-    found, faults = [], []
+    Lines that are not JSON (cut off by a kill) are ignored.
+    """
+    found, faults = list[dict[str, Any]](), list[str]()
     for number, line in enumerate(_content(path, start).splitlines(), start=1):
         try:
             one = parsed(line)
@@ -123,21 +118,21 @@ def read_lines(path: Path, *, start: int = 0) -> Lines:
             faults.append(f"line {number}: {fault}")
         else:
             found.append(one)
-    return Lines(found=tuple(found), faults=tuple(faults))
+    return found, faults
 
 
 def lines_of(path: Path, *, start: int = 0) -> Sequence[dict[str, Any]]:
     """Return the valid lines of a file from an offset."""
-    return read_lines(path, start=start).found
+    return _read_lines(path, start)[0]
 
 
 def sound_lines_of(path: Path) -> Sequence[dict[str, Any]]:
     """Return the lines of a file; raises if any is invalid."""
-    lines = read_lines(path)
-    if lines.faults:
+    lines, faults = _read_lines(path)
+    if faults:
         fix = "remove these lines, or bring back a copy"
-        raise damaged(lines.faults, what="the metrics were", where=str(path), fix=fix)
-    return lines.found
+        raise damaged(faults, what="the metrics were", where=str(path), fix=fix)
+    return lines
 
 
 def _content(path: Path, start: int) -> bytes:

@@ -231,18 +231,11 @@ def _reach(make: Make, stand_ins: Sequence[StandIn]) -> Reach:
     if not _same_where_unchanged(make, stand_ins, whole_ones):
         return Reach.MODEL
     second_halves = [torch.arange(_count(one)) >= (_count(one) + 1) // 2 for one in stand_ins]
-    if not all(
-        _same_where_unchanged(make, stand_ins, changed)
-        for changed in (second_halves, _every_second(stand_ins))
-    ):
-        return Reach.PARAMETER
-    return Reach.NUMBER
-
-
-def _every_second(stand_ins: Sequence[StandIn]) -> list[Tensor]:
-    """Return a mask for each parameter, of every second element along each dim (a chessboard)."""
-    places = (torch.ones(one.size).nonzero().sum(1) for one in stand_ins)
-    return [one % 2 == 1 for one in places]
+    # every second element along each dim, as on a chessboard
+    chessboards = [torch.ones(one.size).nonzero().sum(1) % 2 == 1 for one in stand_ins]
+    masks = (second_halves, chessboards)
+    is_alone = all(_same_where_unchanged(make, stand_ins, changed) for changed in masks)
+    return Reach.NUMBER if is_alone else Reach.PARAMETER
 
 
 def _same_where_unchanged(

@@ -70,19 +70,15 @@ class Holder:
     owner: Any
     values: Mapping[Any, Any]
 
-    def now(self) -> Mapping[Any, Any]:
-        """Return the owner's current values."""
-        return _values_of(self.owner)
-
     def put_back(self) -> None:
         """Restore the owner's recorded values; unchanged ones are not touched."""
-        now = self.now()
+        now = _values_of(self.owner)
         keys = (*now, *(key for key in self.values if key not in now))
         self.put({key: self.values.get(key, ABSENT) for key in keys})
 
     def put(self, changed: Mapping[Any, Any]) -> None:
         """Set the owner's values under some keys; ABSENT removes a key."""
-        owner, now = self.owner, self.now()
+        owner, now = self.owner, _values_of(self.owner)
         if all(now.get(key, ABSENT) is value for key, value in changed.items()):
             return
         if isinstance(owner, (list, deque, set)):
