@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autopar.planner.costs.prediction import Arrangement, LayerCost, MemoryPrediction
+from autopar.planner.costs.prediction import Arrangement, LayerCost, MemoryPrediction, State
 from autopar.planner.costs.schedules.table import SCHEDULES, Moments
 from autopar.planner.costs.steps.framework import FrameworkConstants
 from autopar.planner.costs.steps.stage_load import LayerWork, StageLoad
@@ -285,9 +285,12 @@ def memory_of(
         most = most_in_one_pass(loads[0], arrangement)
     else:
         most = most_of_microbatches(loads, moments, arrangement)
-    parameters, gradients, optimizer = state_by_category(loads, arrangement)
-    buckets = sent_bucket_bytes(loads, arrangement)
-    everything = lasting_bytes(loads, arrangement) + sum(most)
+    totals = State(
+        parameter_bytes=sum(load.parameter_bytes for load in loads),
+        gradient_bytes=sum(load.gradient_bytes for load in loads),
+        optimizer_bytes=sum(load.optimizer_bytes for load in loads),
+    )
+    parameters, gradients, optimizer = state_by_category(totals, arrangement)
     return MemoryPrediction(
         parameter_bytes=parameters,
         gradient_bytes=gradients + most.gradients,
@@ -295,8 +298,8 @@ def memory_of(
         activation_bytes=most.activations,
         transient_bytes=most.transient,
         unsharded_bytes=most.unsharded,
-        communication_bytes=buckets,
-        margin_bytes=round(constants.margin * everything),
+        communication_bytes=sent_bucket_bytes(totals, arrangement),
+        margin_bytes=round(constants.margin * (lasting_bytes(totals, arrangement) + sum(most))),
         context_bytes=context_bytes(arrangement, constants),
         host_bytes=sum(host_bytes(load, arrangement) for load in loads)
         + _most_on_host(loads, moments),

@@ -6,7 +6,6 @@ when ZeRO spares nothing, and when no rank can keep the errors of compression.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import ceil
 
 from autopar.planner.costs.prediction import Arrangement, RankParameters, State
@@ -38,16 +37,12 @@ def reduced_state_bytes(totals: State, arrangement: Arrangement) -> int:
     lasting = _lasting_gradient_bytes(totals.gradient_bytes, arrangement)
     stays = not arrangement.offload.has_states
     reduced = stays * own_part(totals.gradient_bytes, arrangement)
-    return layer_state_bytes(totals, arrangement) - lasting + max(lasting, reduced)
+    return state_bytes(totals, arrangement) - lasting + max(lasting, reduced)
 
 
-def layer_state_bytes(cost: State, arrangement: Arrangement) -> int:
-    """Return the bytes of a layer's parameters, gradients and states on a rank under ZeRO."""
-    return (
-        _parameter_bytes(cost.parameter_bytes, cost.trainable, arrangement)
-        + _lasting_gradient_bytes(cost.gradient_bytes, arrangement)
-        + _optimizer_bytes(cost.optimizer_bytes, cost.gradient_bytes, arrangement)
-    )
+def state_bytes(totals: State, arrangement: Arrangement) -> int:
+    """Return the bytes of parameters, gradients and states on a rank, as ZeRO divides them."""
+    return sum(state_by_category(totals, arrangement))
 
 
 def host_bytes(totals: State, arrangement: Arrangement) -> int:
@@ -78,20 +73,12 @@ def host_bytes(totals: State, arrangement: Arrangement) -> int:
 _ARRIVING_BYTES = 32 * 2**20  # runtime/ranks/transport.py adds gradients in pieces of this size
 
 
-def state_by_category(loads: Sequence[State], arrangement: Arrangement) -> tuple[int, int, int]:
+def state_by_category(totals: State, arrangement: Arrangement) -> tuple[int, int, int]:
     """Return parameters, gradients and optimizer states, as ZeRO divides them."""
     return (
-        _parameter_bytes(
-            sum(load.parameter_bytes for load in loads),
-            sum(load.trainable for load in loads),
-            arrangement,
-        ),
-        _lasting_gradient_bytes(sum(load.gradient_bytes for load in loads), arrangement),
-        _optimizer_bytes(
-            sum(load.optimizer_bytes for load in loads),
-            sum(load.gradient_bytes for load in loads),
-            arrangement,
-        ),
+        _parameter_bytes(totals.parameter_bytes, totals.trainable, arrangement),
+        _lasting_gradient_bytes(totals.gradient_bytes, arrangement),
+        _optimizer_bytes(totals.optimizer_bytes, totals.gradient_bytes, arrangement),
     )
 
 
@@ -178,21 +165,16 @@ def _part(size_bytes: int, ranks: int, is_divided: bool) -> int:
     return -(-size_bytes // ranks) if is_divided else size_bytes
 
 
-def lasting_bytes(loads: Sequence[State], arrangement: Arrangement) -> int:
+def lasting_bytes(totals: State, arrangement: Arrangement) -> int:
     """Return what stages hold throughout a step: their state, and the sent copy of a bucket."""
-    return sum(state_by_category(loads, arrangement)) + sent_bucket_bytes(loads, arrangement)
+    return state_bytes(totals, arrangement) + sent_bucket_bytes(totals, arrangement)
 
 
-def state_bytes(load: State, arrangement: Arrangement) -> int:
-    """Return the bytes of a stage's parameters, gradients and states, as ZeRO divides them."""
-    return sum(state_by_category([load], arrangement))
-
-
-def sent_bucket_bytes(loads: Sequence[State], arrangement: Arrangement) -> int:
+def sent_bucket_bytes(totals: State, arrangement: Arrangement) -> int:
     """Return the compressed copies of a bucket that ZeRO-0 and 1 send."""
     if not arrangement.has_buckets:
         return 0
-    bucket = min(sum(load.gradient_bytes for load in loads), arrangement.bucket_bytes)
+    bucket = min(totals.gradient_bytes, arrangement.bucket_bytes)
     return int(bucket * arrangement.compression.buffer_share)
 
 

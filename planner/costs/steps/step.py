@@ -12,7 +12,6 @@ plan/solving/costing.py).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from autopar.planner.cluster.cluster import Cluster
 from autopar.planner.costs.prediction import (
@@ -26,7 +25,6 @@ from autopar.planner.costs.schedules.pipeline import PipelineSeconds, pipeline_s
 from autopar.planner.costs.schedules.table import (
     in_flight,
     rank_moments,
-    rank_of,
     stage_ranks,
 )
 from autopar.planner.costs.steps.framework import FrameworkConstants
@@ -34,6 +32,7 @@ from autopar.planner.costs.steps.memory import memory_of
 from autopar.planner.costs.steps.stage_load import (
     OuterSeconds,
     RankGroups,
+    StageLoad,
     norm_seconds,
     rank_groups,
     summed_seconds,
@@ -62,24 +61,13 @@ def predict(
         for stage, layers in enumerate(stages)
     ]
     step = step_of(
-        prices,
-        arrangement,
-        groups,
-        constants=constants,
-        tied_gradient_bytes=tied_gradient_bytes,
-        is_net_measured=_is_net_measured(cluster),
+        prices, arrangement, groups, constants=constants, tied_gradient_bytes=tied_gradient_bytes
     )
     return Prediction(
         step_seconds=step.seconds,
-        terms=time_terms(step, groups),
-        communication=communication_terms(
-            step,
-            groups,
-            tied_gradient_bytes=tied_gradient_bytes,
-            transfer_wait_seconds=_transfer_wait_seconds(step),
-            host_bytes_per_second=groups.host.bytes_per_second * constants.host_link_share,
-        ),
-        stages=_stage_predictions(step, pipeline_shape(arrangement), constants),
+        terms=time_terms(step, is_net_measured=_is_net_measured(cluster)),
+        communication=communication_terms(step, _transfer_wait_seconds(step)),
+        stages=_stage_predictions(step),
         outer_delay=step.outer_delay,
         model_flops=model_flops,
         peak_flops_per_second=groups.peak_flops_per_second,
@@ -93,27 +81,25 @@ def step_of(
     *,
     constants: FrameworkConstants,
     tied_gradient_bytes: int = 0,
-    is_net_measured: bool = False,
 ) -> StepTerms:
     """Return the terms of a step, from the prices of its stages."""
-    loads = tuple(price.load for price in prices)
-    ranks = stage_ranks(arrangement.schedule, pipeline_shape(arrangement))
-    scheduled = tuple(price.seconds for price in prices)
-    transfers = tuple(price.transfer_seconds for price in prices[:-1])
+    shape = pipeline_shape(arrangement)
+    ranks = stage_ranks(arrangement.schedule, shape)
     pipeline = pipeline_seconds(
         arrangement.schedule,
-        pipeline_shape(arrangement),
-        scheduled,
-        transfer_seconds=transfers,
+        shape,
+        [price.seconds for price in prices],
+        transfer_seconds=[price.transfer_seconds for price in prices[:-1]],
     )
-    step = StepTerms(
+    return StepTerms(
         arrangement=arrangement,
-        loads=loads,
-        data=tuple(price.data for price in prices),
+        groups=groups,
+        constants=constants,
+        prices=tuple(prices),
         pipeline_seconds=pipeline.step_seconds,
-        transfer_seconds=transfers,
         first_gather_seconds=_first_gather_seconds(prices, ranks, pipeline),
         last_reduction_seconds=_last_reduction_seconds(prices, ranks, pipeline),
+        tied_gradient_bytes=tied_gradient_bytes,
         tied_seconds=tied_seconds(groups, arrangement, tied_gradient_bytes),
         optimizer_seconds=_slowest([one.optimizer_seconds for one in prices], ranks)
         + norm_seconds(groups, arrangement),
@@ -121,29 +107,7 @@ def step_of(
             computed=_slowest([one.outer.computed for one in prices], ranks),
             sent=_slowest([one.outer.sent for one in prices], ranks),
         ),
-        outer_hidden_seconds=0.0,
-        framework_step_seconds=constants.step_seconds,
-        framework_action_seconds=constants.action_seconds,
-        scheduled=scheduled,
-        is_host_measured=constants.is_measured,
-        is_net_measured=is_net_measured,
     )
-    return replace(step, outer_hidden_seconds=_outer_hidden_seconds(step))
-
-
-def _outer_hidden_seconds(step: StepTerms) -> float:
-    """Return how many seconds of a local step's share of messages run beside local steps.
-
-        min(sent, step · parts · (local steps of a part − 1) ÷ local steps)
-
-    `step` is without outer steps. A part is sent after the part before it has been applied. A model
-    that is sent whole is sent between local steps: 0.
-    """
-    parts, steps = step.arrangement.outer_parts, step.arrangement.sync_every
-    if parts == 1:
-        return 0.0
-    beside = step.seconds - step.outer_seconds
-    return min(step.outer.sent, beside * parts * (steps // parts - 1) / steps)
 
 
 def _transfer_wait_seconds(step: StepTerms) -> float:
@@ -151,8 +115,8 @@ def _transfer_wait_seconds(step: StepTerms) -> float:
     free = pipeline_seconds(
         step.arrangement.schedule,
         pipeline_shape(step.arrangement),
-        step.scheduled,
-        transfer_seconds=[0.0] * len(step.transfer_seconds),
+        [price.seconds for price in step.prices],
+        transfer_seconds=[0.0] * (len(step.prices) - 1),
     )
     return max(0.0, step.pipeline_seconds - free.step_seconds)
 
@@ -176,8 +140,8 @@ def tied_seconds(groups: RankGroups, arrangement: Arrangement, gradient_bytes: i
 
     If one rank holds both stages, as in a V of stages, it sends nothing.
     """
-    last = pipeline_shape(arrangement).stages - 1
-    if _rank(last, arrangement) == _rank(0, arrangement):
+    ranks = stage_ranks(arrangement.schedule, pipeline_shape(arrangement))
+    if ranks[0] == ranks[-1]:
         return 0.0
     return summed_seconds(groups.ends, gradient_bytes)
 
@@ -194,10 +158,6 @@ def _first_gather_seconds(
         max(0.0, price.data.first_forward - starts[rank])
         for rank, price in zip(ranks, prices, strict=True)
     )
-
-
-def _rank(stage: int, arrangement: Arrangement) -> int:
-    return rank_of(arrangement.schedule, stage, arrangement.pipeline)
 
 
 def _last_reduction_seconds(
@@ -226,38 +186,29 @@ def _slowest(stages_seconds: Sequence[float], ranks: Sequence[int]) -> float:
     return max(seconds)
 
 
-def _stage_predictions(
-    step: StepTerms, shape: PipelineShape, constants: FrameworkConstants
-) -> tuple[StagePrediction, ...]:
-    arrangement, loads = step.arrangement, step.loads
-    own = [
-        [load for stage, load in enumerate(loads) if _rank(stage, arrangement) == rank]
-        for rank in range(arrangement.pipeline)
-    ]
+def _stage_predictions(step: StepTerms) -> tuple[StagePrediction, ...]:
+    arrangement, shape = step.arrangement, pipeline_shape(step.arrangement)
+    ranks = stage_ranks(arrangement.schedule, shape)
+    loads: list[list[StageLoad]] = [[] for _ in range(arrangement.pipeline)]
+    for rank, price in zip(ranks, step.prices, strict=True):
+        loads[rank].append(price.load)
     memories = [
-        memory_of(of_rank, moments, arrangement, constants)
-        for of_rank, moments in zip(own, rank_moments(arrangement.schedule, shape), strict=True)
+        memory_of(own, moments, arrangement, step.constants)
+        for own, moments in zip(loads, rank_moments(arrangement.schedule, shape), strict=True)
     ]
-    busy = [arrangement.microbatches * sum(load.seconds for load in of_rank) for of_rank in own]
+    busy = [arrangement.microbatches * sum(load.seconds for load in own) for own in loads]
+    held = in_flight(arrangement.schedule, shape)
+    last = len(step.prices) - 1
     return tuple(
         StagePrediction(
-            forward_seconds=load.forward_seconds,
-            backward_seconds=load.backward_seconds + load.gradient_seconds,
+            forward_seconds=price.load.forward_seconds,
+            backward_seconds=price.load.backward_seconds + price.load.gradient_seconds,
             idle_seconds=max(0.0, step.seconds - busy[rank] - step.optimizer_seconds),
-            in_flight=count,
+            in_flight=held[stage],
             memory=memories[rank],
-            tensor_seconds=load.communication_seconds,
-            action_seconds=scheduled,
-            transfer_seconds=transfer,
+            tensor_seconds=price.load.communication_seconds,
+            action_seconds=price.seconds,
+            transfer_seconds=price.transfer_seconds if stage < last else 0.0,
         )
-        for stage, (load, scheduled, transfer, count) in enumerate(
-            zip(
-                loads,
-                step.scheduled,
-                (*step.transfer_seconds, 0.0),
-                in_flight(arrangement.schedule, shape),
-                strict=True,
-            )
-        )
-        for rank in [_rank(stage, arrangement)]
+        for stage, (rank, price) in enumerate(zip(ranks, step.prices, strict=True))
     )

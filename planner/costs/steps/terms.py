@@ -10,8 +10,8 @@ from autopar.planner.cluster.cluster import Collective
 from autopar.planner.costs.collectives.conversions import NO_WAIT
 from autopar.planner.costs.ops.measurements import Provenance
 from autopar.planner.costs.prediction import Arrangement, CommunicationTerm, TimeTerm
-from autopar.planner.costs.schedules.simulation import StageSeconds
 from autopar.planner.costs.schedules.table import rank_of
+from autopar.planner.costs.steps.framework import FrameworkConstants
 from autopar.planner.costs.steps.stage_load import (
     OuterSeconds,
     RankGroups,
@@ -19,7 +19,7 @@ from autopar.planner.costs.steps.stage_load import (
     sent_bytes,
     summed_seconds,
 )
-from autopar.planner.costs.steps.stage_price import DataSeconds
+from autopar.planner.costs.steps.stage_price import StagePrice
 from autopar.planner.costs.steps.state import float8_parts, gathered_bytes
 from autopar.planner.precision import Compression
 
@@ -31,35 +31,49 @@ class StepTerms:
     """The figures from which the terms of a step are computed."""
 
     arrangement: Arrangement
-    loads: tuple[StageLoad, ...]
-    data: tuple[DataSeconds, ...]
+    groups: RankGroups
+    constants: FrameworkConstants
+    prices: tuple[StagePrice, ...]
     pipeline_seconds: float
-    transfer_seconds: tuple[float, ...]  # between stages, one way, of one microbatch
     first_gather_seconds: float
     last_reduction_seconds: float
+    tied_gradient_bytes: int
     tied_seconds: float
     optimizer_seconds: float
     outer: OuterSeconds
-    outer_hidden_seconds: float  # of a local step's share of `outer.sent`: beside local steps
-    framework_step_seconds: float  # the host's work once per step
-    framework_action_seconds: float  # the host's work for each forward or backward
-    scheduled: tuple[StageSeconds, ...]  # of a microbatch, as the schedule runs each stage
-    is_host_measured: bool = False  # optimizer and framework were measured on these devices
-    is_net_measured: bool = False  # latency and rate of every link were measured
 
     @property
     def seconds(self) -> float:
         """The time from one step to the next."""
-        return (
-            self.first_gather_seconds + self.pipeline_seconds + self.last_reduction_seconds
-            + self.tied_seconds + self.optimizer_seconds + self.outer_seconds
-            + self.framework_step_seconds
-        )  # fmt: skip
+        return self._with_outer(self.outer_seconds)
 
     @property
     def outer_seconds(self) -> float:
         """The share of outer steps that lengthens a local step."""
         return self.outer.computed + self.outer.sent - self.outer_hidden_seconds
+
+    @property
+    def outer_hidden_seconds(self) -> float:
+        """The seconds of a local step's share of messages that run beside local steps.
+
+            min(sent, step · parts · (local steps of a part − 1) ÷ local steps)
+
+        `step` is without outer steps. A part is sent after the part before it has been applied. A
+        model that is sent whole is sent between local steps: 0.
+        """
+        parts, steps = self.arrangement.outer_parts, self.arrangement.sync_every
+        if parts == 1:
+            return 0.0
+        whole = self.outer.computed + self.outer.sent
+        beside = self._with_outer(whole) - whole
+        return min(self.outer.sent, beside * parts * (steps // parts - 1) / steps)
+
+    def _with_outer(self, outer_seconds: float) -> float:
+        return (
+            self.first_gather_seconds + self.pipeline_seconds + self.last_reduction_seconds
+            + self.tied_seconds + self.optimizer_seconds + outer_seconds
+            + self.constants.step_seconds
+        )  # fmt: skip
 
     @property
     def outer_delay(self) -> int:
@@ -85,7 +99,10 @@ class BusiestRank:
     data_seconds: float  # waits for collectives of the data axis in its microbatches
     framework_seconds: float  # the host's work around forwards and backwards
     measured_seconds: float
+    prices: tuple[StagePrice, ...]  # of its stages, whose numbers are `stages`
     stages: tuple[int, ...]
+    sums_seconds: float  # of gradients over the tensor axis
+    exposed_sums_seconds: float  # the part of these that outlasts the pipeline
 
     @property
     def seconds(self) -> float:
@@ -96,34 +113,39 @@ class BusiestRank:
         )  # fmt: skip
 
 
-def time_terms(step: StepTerms, groups: RankGroups) -> tuple[TimeTerm, ...]:
-    """Return the terms of the busiest rank; the rest of the pipeline's time is its bubble."""
+def time_terms(step: StepTerms, *, is_net_measured: bool) -> tuple[TimeTerm, ...]:
+    """Return the terms of the busiest rank; the rest of the pipeline's time is its bubble.
+
+    `is_net_measured` says whether latency and rate of every link were measured.
+    """
     busiest = busiest_rank(step)
-    summed = _exposed_sum_seconds(step, busiest, groups)
+    summed = busiest.exposed_sums_seconds
     last_reduction = step.last_reduction_seconds - summed
     exposed = busiest.data_seconds + step.first_gather_seconds + last_reduction
     source = _provenance(busiest)
-    host = Provenance.MEASURED if step.is_host_measured else Provenance.FORMULA
-    net = Provenance.MIXED if step.is_net_measured else Provenance.FORMULA
+    host = Provenance.MEASURED if step.constants.is_measured else Provenance.FORMULA
+    net = Provenance.MIXED if is_net_measured else Provenance.FORMULA
     is_shared = step.arrangement.averaging_ranks > 1 or not step.arrangement.offload.has_states
-    tied = [("tied weights", step.tied_seconds, net)] if step.tied_seconds else []
-    copied = [("exposed activation copies", busiest.host_wait_seconds, net)] * bool(
-        busiest.host_wait_seconds
-    )
-    outer = [("outer step", step.outer_seconds, net)] if step.outer_seconds else []
     rows = (
         ("compute", busiest.compute_seconds, source),
         ("recompute", busiest.recompute_seconds, source),
-        *copied,
+        ("exposed activation copies", busiest.host_wait_seconds, net),
         ("tensor communication", busiest.tensor_seconds + summed, net),
         ("pipeline bubble", _idle_seconds(step, busiest), Provenance.FORMULA),
         ("exposed data parallel" if is_shared else "exposed host copies", exposed, net),
-        *tied,
-        *outer,
+        ("tied weights", step.tied_seconds, net),
+        ("outer step", step.outer_seconds, net),
         ("optimizer", step.optimizer_seconds, host),
-        ("host overhead", busiest.framework_seconds + step.framework_step_seconds, host),
+        ("host overhead", busiest.framework_seconds + step.constants.step_seconds, host),
     )
-    return tuple(TimeTerm(name=n, seconds=s, provenance=p) for n, s, p in rows)
+    return tuple(
+        TimeTerm(name=name, seconds=seconds, provenance=provenance)
+        for name, seconds, provenance in rows
+        if seconds or name not in _RARE
+    )
+
+
+_RARE = ("exposed activation copies", "tied weights", "outer step")  # left out if they take no time
 
 
 def _idle_seconds(step: StepTerms, busiest: BusiestRank) -> float:
@@ -136,32 +158,36 @@ def busiest_rank(step: StepTerms) -> BusiestRank:
     """Return the times of the rank with the most work."""
     arrangement = step.arrangement
     stages: list[list[int]] = [[] for _ in range(arrangement.pipeline)]
-    for stage in range(len(step.loads)):
+    for stage in range(len(step.prices)):
         stages[rank_of(arrangement.schedule, stage, arrangement.pipeline)].append(stage)
     return max((_sums(step, own) for own in stages), key=lambda one: one.seconds)
 
 
 def _sums(step: StepTerms, stages: Sequence[int]) -> BusiestRank:
-    microbatches = step.arrangement.microbatches
-    loads = [step.loads[stage] for stage in stages]
-    data = [step.data[stage] for stage in stages]
+    microbatches, action_seconds = step.arrangement.microbatches, step.constants.action_seconds
+    prices = tuple(step.prices[stage] for stage in stages)
+    loads = [price.load for price in prices]
     copied = sum(load.host_wait_seconds for load in loads)
     recompute = sum(load.recompute_seconds for load in loads) - copied
     tensor = sum(load.communication_seconds for load in loads)
     everything = sum(load.seconds for load in loads)
-    waited = sum(one.forward_wait + one.backward_wait for one in data)
+    waited = sum(price.data.forward_wait + price.data.backward_wait for price in prices)
+    acting = sum(2 * action_seconds + price.seconds.split_seconds for price in prices)
+    summed = sum(
+        summed_seconds(step.groups.tensor, load.replicated_gradient_bytes) for load in loads
+    )
     return BusiestRank(
         compute_seconds=microbatches * max(0.0, everything - recompute - copied - tensor),
         recompute_seconds=microbatches * recompute,
         host_wait_seconds=microbatches * copied,
         tensor_seconds=microbatches * tensor,
         data_seconds=microbatches * waited,
-        framework_seconds=microbatches
-        * sum(
-            2 * step.framework_action_seconds + step.scheduled[one].split_seconds for one in stages
-        ),
+        framework_seconds=microbatches * acting,
         measured_seconds=microbatches * sum(load.measured_seconds for load in loads),
+        prices=prices,
         stages=tuple(stages),
+        sums_seconds=summed,
+        exposed_sums_seconds=min(summed, step.last_reduction_seconds),
     )
 
 
@@ -174,20 +200,18 @@ def _provenance(busiest: BusiestRank) -> Provenance:
 
 
 def communication_terms(
-    step: StepTerms,
-    groups: RankGroups,
-    *,
-    tied_gradient_bytes: int,
-    transfer_wait_seconds: float,
-    host_bytes_per_second: float,
+    step: StepTerms, transfer_wait_seconds: float
 ) -> tuple[CommunicationTerm, ...]:
-    """Return each kind of communication of the busiest rank that takes time."""
+    """Return each kind of communication of the busiest rank that takes time.
+
+    `transfer_wait_seconds` is how much longer the pipeline takes than if tensors arrived at once.
+    """
     busiest = busiest_rank(step)
     terms = (
         _tensor_term(step, busiest),
-        *_data_terms(step, busiest, groups),
-        _saved_term(step, busiest, host_bytes_per_second),
-        _replicated_term(step, busiest, groups),
+        *_data_terms(step, busiest),
+        _saved_term(step, busiest),
+        _replicated_term(step, busiest),
         _pipeline_term(step, busiest, transfer_wait_seconds),
         _outer_term(step, busiest),
         CommunicationTerm(
@@ -195,7 +219,7 @@ def communication_terms(
             collective=Collective.POINT_TO_POINT,
             ranks=2,
             count=1,
-            payload_bytes=tied_gradient_bytes,
+            payload_bytes=step.tied_gradient_bytes,
             seconds=step.tied_seconds,
             exposed_seconds=step.tied_seconds,
         ),
@@ -216,13 +240,11 @@ def _tensor_term(step: StepTerms, busiest: BusiestRank) -> CommunicationTerm:
     )
 
 
-def _data_terms(
-    step: StepTerms, busiest: BusiestRank, groups: RankGroups
-) -> Iterator[CommunicationTerm]:
+def _data_terms(step: StepTerms, busiest: BusiestRank) -> Iterator[CommunicationTerm]:
     """Yield the terms of the data axis; a backward's waits for gathers count as reductions."""
     arrangement = step.arrangement
-    own = [step.data[stage] for stage in busiest.stages]
-    loads = [step.loads[stage] for stage in busiest.stages]
+    own = [price.data for price in busiest.prices]
+    loads = [price.load for price in busiest.prices]
     gathers = sum(one.gathers_alone for one in own)
     reductions = sum(one.reductions_alone for one in own)
     each, parts = arrangement.microbatches, float8_parts(arrangement)
@@ -239,7 +261,7 @@ def _data_terms(
         exposed_seconds=min(waited, gathers),
     )
     rounds = each if arrangement.reduces_each else 1
-    last = step.last_reduction_seconds - _exposed_sum_seconds(step, busiest, groups)
+    last = step.last_reduction_seconds - busiest.exposed_sums_seconds
     exposed = each * sum(one.each_backward for one in own) + last
     yield CommunicationTerm(
         reason=_reduction_words(arrangement),
@@ -266,7 +288,7 @@ def _data_terms(
 def _outer_term(step: StepTerms, busiest: BusiestRank) -> CommunicationTerm:
     """Return the term of local steps: each has its share of an outer step."""
     arrangement = step.arrangement
-    sizes = sum(step.loads[stage].gradient_bytes for stage in busiest.stages)
+    sizes = sum(price.load.gradient_bytes for price in busiest.prices)
     each = arrangement.optimizer_ranks * arrangement.sync_every
     often = f"in one of {arrangement.sync_every} steps"
     if arrangement.outer_parts > 1:
@@ -324,11 +346,9 @@ def _reduction_words(arrangement: Arrangement) -> str:
     return f"gradients summed over the data axis{sent}{copied}"
 
 
-def _saved_term(
-    step: StepTerms, busiest: BusiestRank, host_bytes_per_second: float
-) -> CommunicationTerm:
+def _saved_term(step: StepTerms, busiest: BusiestRank) -> CommunicationTerm:
     """Return the copies of saved tensors to the host and back, which run beside the layers."""
-    each, loads = 2 * step.arrangement.microbatches, [step.loads[one] for one in busiest.stages]
+    each, loads = 2 * step.arrangement.microbatches, [one.load for one in busiest.prices]
     layers = [one.count for load in loads for one in load.works if one.cost.host_saved_bytes]
     layers += [-1 for load in loads if load.staying_bytes]
     size = each * sum(load.host_saved_bytes - load.staying_bytes for load in loads)
@@ -338,35 +358,22 @@ def _saved_term(
         ranks=1,
         count=each * sum(layers),
         payload_bytes=size,
-        seconds=size / host_bytes_per_second,
+        seconds=size / (step.groups.host.bytes_per_second * step.constants.host_link_share),
         exposed_seconds=busiest.host_wait_seconds,
     )
 
 
-def _replicated_term(
-    step: StepTerms, busiest: BusiestRank, groups: RankGroups
-) -> CommunicationTerm:
-    sizes = _replicated_bytes(step, busiest)
+def _replicated_term(step: StepTerms, busiest: BusiestRank) -> CommunicationTerm:
+    sizes = [price.load.replicated_gradient_bytes for price in busiest.prices]
     return CommunicationTerm(
         reason="gradients of parameters that are whole on the tensor axis",
         collective=Collective.ALL_REDUCE,
         ranks=step.arrangement.tensor,
         count=len(sizes),
         payload_bytes=sum(sizes),
-        seconds=sum(summed_seconds(groups.tensor, size) for size in sizes),
-        exposed_seconds=_exposed_sum_seconds(step, busiest, groups),
+        seconds=busiest.sums_seconds,
+        exposed_seconds=busiest.exposed_sums_seconds,
     )
-
-
-def _replicated_bytes(step: StepTerms, busiest: BusiestRank) -> list[int]:
-    return [step.loads[stage].replicated_gradient_bytes for stage in busiest.stages]
-
-
-def _exposed_sum_seconds(step: StepTerms, busiest: BusiestRank, groups: RankGroups) -> float:
-    """Return by how much sums of gradients over the tensor axis outlast the pipeline."""
-    sizes = _replicated_bytes(step, busiest)
-    whole = sum(summed_seconds(groups.tensor, size) for size in sizes)
-    return min(whole, step.last_reduction_seconds)
 
 
 def _pipeline_term(
@@ -377,16 +384,16 @@ def _pipeline_term(
         border
         for stage in busiest.stages
         for border in (stage - 1, stage)
-        if 0 <= border < len(step.transfer_seconds)
+        if 0 <= border < len(step.prices) - 1
     ]
     each = step.arrangement.microbatches
-    seconds = each * sum(step.transfer_seconds[border] for border in received)
+    seconds = each * sum(step.prices[border].transfer_seconds for border in received)
     return CommunicationTerm(
         reason="activations and their gradients between stages (counted as pipeline bubble)",
         collective=Collective.POINT_TO_POINT,
         ranks=2,
         count=each * len(received),
-        payload_bytes=each * sum(step.loads[border].output_bytes for border in received),
+        payload_bytes=each * sum(step.prices[border].load.output_bytes for border in received),
         seconds=seconds,
         exposed_seconds=min(seconds, transfer_wait_seconds),
     )

@@ -27,7 +27,7 @@ from autopar.planner.costs.prediction import (
 )
 from autopar.planner.costs.steps.memory import layer_unsharded_bytes
 from autopar.planner.costs.steps.stage_load import rank_groups
-from autopar.planner.costs.steps.state import layer_state_bytes, reduced_state_bytes
+from autopar.planner.costs.steps.state import reduced_state_bytes, state_bytes
 from autopar.planner.layers import Compile
 from autopar.planner.plan.bounds.bottleneck import (
     LayerBlock,
@@ -224,7 +224,7 @@ class Bounds:
     def _room(self, arrangement: Arrangement, facts: LayoutFacts, ranks: Rooms) -> PipelineRoom:
         return PipelineRoom(
             ranks=ranks,
-            state_bytes=layer_state_bytes(facts.repeated, arrangement),
+            state_bytes=state_bytes(facts.repeated, arrangement),
             unsharded_bytes=layer_unsharded_bytes(facts.repeated, arrangement),
             transient_bytes=facts.transient_bytes(arrangement),
             margin=self.questions.constants.margin,

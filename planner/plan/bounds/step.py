@@ -25,7 +25,7 @@ from autopar.planner.costs.steps.bounds import DataBound, Shared, least_step_sec
 from autopar.planner.costs.steps.framework import FrameworkConstants
 from autopar.planner.costs.steps.memory import layer_unsharded_bytes
 from autopar.planner.costs.steps.stage_load import RankGroups, norm_seconds
-from autopar.planner.costs.steps.state import host_bytes, layer_state_bytes
+from autopar.planner.costs.steps.state import host_bytes, state_bytes
 from autopar.planner.plan.bounds.bottleneck import LayerBlock, Mode, RankCapacities, block
 from autopar.planner.plan.bounds.least import Ladder, ladder
 
@@ -69,8 +69,7 @@ class LayoutFacts:
     def state_bytes(self, arrangement: Arrangement) -> int:
         """Return the bytes of parameters, gradients and states of all layers under ZeRO."""
         return sum(
-            number * layer_state_bytes(modes[Recompute.NONE], arrangement)
-            for modes, number in self.kinds
+            number * state_bytes(modes[Recompute.NONE], arrangement) for modes, number in self.kinds
         )
 
     def taking(self, seconds: float) -> LayoutFacts:
@@ -122,7 +121,7 @@ def facts_of(row: Sequence[Modes]) -> LayoutFacts:
 
 
 def _alone_bytes(modes: Modes, arrangement: Arrangement) -> int:
-    return layer_state_bytes(modes[Recompute.NONE], arrangement) + min(
+    return state_bytes(modes[Recompute.NONE], arrangement) + min(
         one.saved_bytes + one.transient_bytes + layer_unsharded_bytes(one, arrangement)
         for one in modes.values()
     )

@@ -35,7 +35,7 @@ from autopar.planner.costs.schedules.simulation import Floats
 from autopar.planner.costs.schedules.table import SCHEDULES, ScheduleKind, in_flight
 from autopar.planner.costs.steps.bounds import DataBound
 from autopar.planner.costs.steps.memory import layer_unsharded_bytes, most_tensor_bytes
-from autopar.planner.costs.steps.state import layer_state_bytes
+from autopar.planner.costs.steps.state import state_bytes
 from autopar.planner.programs.growing import GrowingProgram
 from autopar.planner.programs.stages.offers import Offer, Offers, fullest
 from autopar.planner.programs.stages.question import Cut, StageQuestion
@@ -288,7 +288,7 @@ def _pieces(question: StageQuestion, kind: int, number: int, has_before: bool) -
             number=number,
             cost=cost,
             is_split=is_split,
-            state_bytes=float(layer_state_bytes(cost, arrangement)),
+            state_bytes=float(state_bytes(cost, arrangement)),
             working_bytes=float(cost.transient_bytes + layer_unsharded_bytes(cost, arrangement)),
         )
         for cost in costs

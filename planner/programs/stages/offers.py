@@ -171,7 +171,7 @@ class Offers:
             question,
             question.kinds[stage],
             content,
-            room - lasting_bytes([load], question.arrangement),
+            room - lasting_bytes(load, question.arrangement),
         )
 
     def _likely(self, stage: int, mixes: Mixes, plain: Offer) -> list[int]:

@@ -11,7 +11,7 @@ import pytest
 from autopar.planner.costs.prediction import LayerCost, Zero
 from autopar.planner.costs.steps.memory import context_bytes, layer_unsharded_bytes, memory_of
 from autopar.planner.costs.steps.stage_load import stage_load
-from autopar.planner.costs.steps.state import layer_state_bytes
+from autopar.planner.costs.steps.state import state_bytes
 from autopar.planner.plan.bounds.bottleneck import PipelineRoom, StageRoom, least_bottleneck_seconds
 from autopar.planner.plan.bounds.least import (
     activation_budget_bytes,
@@ -68,7 +68,7 @@ def compute_bound(case: StageCase, facts: LayoutFacts, size_bytes: float) -> flo
     arrangement = case.question.arrangement
     room = PipelineRoom(
         ranks=((StageRoom(in_flight=1, size_bytes=size_bytes),),),
-        state_bytes=layer_state_bytes(facts.repeated, arrangement),
+        state_bytes=state_bytes(facts.repeated, arrangement),
         unsharded_bytes=layer_unsharded_bytes(facts.repeated, arrangement),
         transient_bytes=facts.transient_bytes(arrangement),
         margin=case.question.constants.margin,
