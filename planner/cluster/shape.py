@@ -265,7 +265,7 @@ def _shape(cluster: Cluster, starts: Sequence[Sequence[int]], group: Sequence[in
             parts_of.setdefault(here[rank], set()).add(below[rank][0])
         parts = max(len(units) for units in parts_of.values())
         if parts > 1:
-            members = _highest_count(below[rank][0] for rank in group)
+            members = max(Counter(below[rank][0] for rank in group).values())
             devices = min(below[rank][1] for rank in group)
             crossed = dict.fromkeys(
                 level.units[unit] for unit in sorted(parts_of) if len(parts_of[unit]) > 1
@@ -296,14 +296,6 @@ def _narrowest(crossings: Iterable[CrossedLevel]) -> CrossedLevel:
         alpha_seconds=max(one.alpha_seconds for one in every),
         reduction_bytes_per_second=min(one.reduction_bytes_per_second for one in every),
     )
-
-
-def _highest_count(units: Iterable[int]) -> int:
-    """Return how often the most frequent unit occurs."""
-    sizes: dict[int, int] = {}
-    for unit in units:
-        sizes[unit] = sizes.get(unit, 0) + 1
-    return max(sizes.values())
 
 
 def _crossing(

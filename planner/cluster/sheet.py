@@ -13,6 +13,7 @@ from typing import Any
 from autopar.planner.cluster import toml_reading as reading
 from autopar.planner.cluster.cluster import Backend, Device, HostShare, Link, Topology
 from autopar.planner.cluster.toml_reading import (
+    optional,
     parse_bytes,
     parse_bytes_per_second,
     parse_flops_per_second,
@@ -137,7 +138,6 @@ def fabric_of(name: str, table: Mapping[str, object], *, where: str) -> Link:
 
 
 def _link(name: str, table: Mapping[str, object], *, ports: float, where: str) -> Link:
-    reduces = "reduction_efficiency" in table
     return Link(
         name=name,
         topology=reading.choice(table, "topology", TOPOLOGIES, where=where, default="switch"),
@@ -145,9 +145,8 @@ def _link(name: str, table: Mapping[str, object], *, ports: float, where: str) -
         alpha_seconds=reading.figure(table, "latency", parse_seconds, where=where),
         efficiency=reading.share(table, "efficiency", where=where, default=DEFAULT_EFFICIENCY),
         ports_per_device=ports,
-        reduction_efficiency=reading.share(table, "reduction_efficiency", where=where)
-        if reduces
-        else 0.0,
+        reduction_efficiency=optional(reading.share, table, "reduction_efficiency", where=where)
+        or 0.0,
         backend=reading.choice(table, "backend", BACKENDS, where=where, default="nccl"),
     )
 
@@ -173,27 +172,15 @@ def device_of(
         devices_per_node=per_node,
         launch_seconds=reading.figure(table, "launch", parse_seconds, where=where, default=4e-6),
         fabric=reading.choice(
-            table,
-            "fabric",
-            {one: one for one in known_fabrics()},
-            where=where,
-            default="ethernet-100",
-        ),
+            table, "fabric", known_fabrics(), where=where, default="ethernet-100"
+        ).name,
         host=_host(table, where=where),
-        bridge=reading.choice(table, "bridge", all_links, where=where)
-        if "bridge" in table
-        else None,
-        devices_per_socket=_optional_count(table, "devices_per_socket", where),
-        power_watts=reading.figure(table, "power", parse_watts, where=where)
-        if "power" in table
-        else None,
-        multiprocessors=_optional_count(table, "multiprocessors", where),
-        cache_bytes=reading.figure(table, "cache", parse_bytes, where=where)
-        if "cache" in table
-        else None,
-        usd_per_hour=reading.number(table, "usd_per_hour", where=where)
-        if "usd_per_hour" in table
-        else None,
+        bridge=optional(reading.choice, table, "bridge", all_links, where=where),
+        devices_per_socket=optional(reading.count, table, "devices_per_socket", where=where),
+        power_watts=optional(reading.figure, table, "power", parse_watts, where=where),
+        multiprocessors=optional(reading.count, table, "multiprocessors", where=where),
+        cache_bytes=optional(reading.figure, table, "cache", parse_bytes, where=where),
+        usd_per_hour=optional(reading.number, table, "usd_per_hour", where=where),
         source=reading.text(table, "source", where=where, default="cluster file"),
     )
 
@@ -210,10 +197,6 @@ def _host(table: Mapping[str, object], *, where: str) -> HostShare:
         ),
         bytes_per_second=reading.figure(own, "bandwidth", parse_bytes_per_second, where=where),
     )
-
-
-def _optional_count(table: Mapping[str, object], key: str, where: str) -> int | None:
-    return reading.count(table, key, where=where) if key in table else None
 
 
 def _peaks(value: object, *, where: str) -> tuple[tuple[str, float], ...]:

@@ -288,11 +288,20 @@ def refuse_unknown(table: Mapping[str, object], known: Iterable[str], *, where: 
         )
 
 
-def required(table: Mapping[str, object], key: str, *, where: str) -> object:
-    """Return the value of a required key."""
-    if key not in table:
+def required(
+    table: Mapping[str, object], key: str, *, where: str, default: object = None
+) -> object:
+    """Return the value of a key; without a default the key is required."""
+    if key not in table and default is None:
         raise InputError(f"{key!r} is missing", where=where, fix=f"add a line `{key} = …`")
-    return table[key]
+    return table.get(key, default)
+
+
+def optional(
+    read: Callable[..., Value], table: Mapping[str, object], key: str, *more: object, where: str
+) -> Value | None:
+    """Return what `read` makes of a key; None if the key is absent."""
+    return read(table, key, *more, where=where) if key in table else None
 
 
 def figure(
@@ -311,9 +320,7 @@ def figure(
 
 def count(table: Mapping[str, object], key: str, *, where: str, default: int | None = None) -> int:
     """Return a positive integer."""
-    if key not in table and default is not None:
-        return default
-    value = required(table, key, where=where)
+    value = required(table, key, where=where, default=default)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise InputError(
             f"{value!r} is not a count",
@@ -327,9 +334,7 @@ def number(
     table: Mapping[str, object], key: str, *, where: str, default: float | None = None
 ) -> float:
     """Return a positive, finite number without a unit."""
-    if key not in table and default is not None:
-        return default
-    value = required(table, key, where=where)
+    value = required(table, key, where=where, default=default)
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
         raise InputError(f"{value!r} is not a positive, finite number", where=f"{where}.{key}")
     return float(value)
@@ -351,9 +356,7 @@ def share(
 
 def text(table: Mapping[str, object], key: str, *, where: str, default: str | None = None) -> str:
     """Return a string that is not empty."""
-    if key not in table and default is not None:
-        return default
-    value = required(table, key, where=where)
+    value = required(table, key, where=where, default=default)
     if not isinstance(value, str) or not value:
         raise InputError(
             f"{value!r} is not a text", where=f"{where}.{key}", expected='a text in quotes, "…"'

@@ -93,7 +93,12 @@ class MeasuredFile:
     def on(self, cluster: Cluster) -> Cluster:
         """Return a cluster in which the links that were measured have the measured figures."""
         nets = {net.device: net for net in self.nets}
-        nodes = tuple(_with_link(node, nets.get(node.device.name)) for node in cluster.nodes)
+        nodes = tuple(
+            replace(node, link=_link(node, nets[node.device.name]))
+            if node.device.name in nets
+            else node
+            for node in cluster.nodes
+        )
         if nodes == cluster.nodes:
             return cluster
         pairs = zip(cluster.nodes, nodes, strict=True)
@@ -151,10 +156,6 @@ def _link(node: Machine, net: MeasuredNet) -> Link:
         backend=net.backend,
         collectives=net.collectives,
     )
-
-
-def _with_link(node: Machine, net: MeasuredNet | None) -> Machine:
-    return node if net is None else replace(node, link=_link(node, net))
 
 
 def _relinked(level: LinkLevel, changed: Sequence[Mapping[Link, Link]]) -> LinkLevel:

@@ -131,7 +131,7 @@ class Chunking:
     gradient_bytes: int  # of all gradients that wait for the backward
     moved_bytes: int
     launches: int
-    inside_seconds: float  # collectives of a loss over split classes
+    inside_seconds: float  # how much longer the messages of a loss over split classes take
 
 
 def chunking_of(flow: LayerFlow) -> Chunking | None:
@@ -149,6 +149,7 @@ def chunking_of(flow: LayerFlow) -> Chunking | None:
     x = product.op.inputs[0]
     gradient_bytes = weights + pricer.tensor_bytes(x, product.layout_of(x), flow.degree)
     ops = [placed[op.name] for op in found.ops]
+    inside = pricer.inside_seconds(loss.op, loss.split, flow.shape, chunks=LOSS_CHUNKS)
     return Chunking(
         product=product,
         loss=loss,
@@ -158,14 +159,8 @@ def chunking_of(flow: LayerFlow) -> Chunking | None:
         gradient_bytes=gradient_bytes,
         moved_bytes=2 * (LOSS_CHUNKS - 1) * weights + 2 * gradient_bytes,
         launches=(LOSS_CHUNKS - 1) * sum(sum(one.launches) for one in ops),
-        inside_seconds=_more_inside(flow, loss),
+        inside_seconds=LOSS_CHUNKS * inside - loss.inside_seconds,
     )
-
-
-def _more_inside(flow: LayerFlow, loss: PlacedOp) -> float:
-    """Return how much longer the messages of a loss over split classes take in chunks."""
-    each = flow.pricer.inside_seconds(loss.op, loss.split, flow.shape, chunks=LOSS_CHUNKS)
-    return LOSS_CHUNKS * each - loss.inside_seconds
 
 
 def chunked_memory(

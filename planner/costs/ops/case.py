@@ -13,7 +13,7 @@ from autopar.planner.axes.infer import OpAxes
 from autopar.planner.costs.kernels.rates import Rates, Throughput
 from autopar.planner.graph.graph import Graph
 from autopar.planner.graph.layouts import OpLayout
-from autopar.planner.graph.ops import Extent, Op, TensorOrigin, Value, refs
+from autopar.planner.graph.ops import Op, TensorOrigin, Value, refs
 from autopar.planner.precision import Float8, Precision, item_bytes
 from autopar.planner.rules.rule import Computation, MatrixProducts, OpKind, Rule, Traffic
 from autopar.planner.rules.signature import (
@@ -83,16 +83,14 @@ class LocalShapes:
         return sum(map(self.size, dim.parts))
 
     def _letter(self, letter: Leaf) -> int:
-        whole = self._all_of(letter)
+        if self.split and letter.name in self._divided:
+            meaning = self._axes.letters.get(letter.name, letter)
+            axis, degree = self.split.axis, self.split.degree
+            whole = local_size(meaning, self.batch, axis=axis, degree=degree)
+        else:
+            whole = letter.size.at(self.batch)
         share = self._expected.get(letter.name)
         return whole if share is None else max(1, round(whole * share))
-
-    def _all_of(self, letter: Leaf) -> int:
-        meaning = self._axes.letters.get(letter.name, letter)
-        if self.split and letter.name in self._divided:
-            axis, degree = self.split.axis, self.split.degree
-            return local_size(meaning, self.batch, axis=axis, degree=degree)
-        return letter.size.at(self.batch)
 
     def letters(self, names: Iterable[str]) -> int:
         """Return the product of some letters' sizes, by their names in the rule.
@@ -120,7 +118,7 @@ class LocalShapes:
         """Return the local shape of an operand or result."""
         dims = self._dims.get(tensor)
         if dims is None:
-            return _sizes(self.graph.tensors[tensor].shape, self.batch)
+            return tuple(size.at(self.batch) for size in self.graph.tensors[tensor].shape)
         return tuple(map(self.size, dims))
 
     def numel(self, tensor: str) -> int:
@@ -149,10 +147,6 @@ def _expected_letters(op: Op, graph: Graph, signature: Signature) -> dict[str, f
             else:
                 others |= letters
     return {letter: share for letter, share in found.items() if letter not in others}
-
-
-def _sizes(shape: tuple[Extent, ...], batch: int) -> tuple[int, ...]:
-    return tuple(size.at(batch) for size in shape)
 
 
 def _split_alike(axes: OpAxes, split: OpSplit) -> frozenset[str]:

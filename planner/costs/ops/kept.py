@@ -61,7 +61,8 @@ class TensorSizes:
             return self.tensor_bytes(name, layout, degree)
         elements = self._whole(root)
         is_split = layout.kind is LayoutKind.SPLIT and degree > 1
-        if is_split and self._holds(root, layout.axis):
+        axes = (leaf.name for dim in self._dims[root] for leaf in leaves(dim))
+        if is_split and layout.axis in axes:
             part = self.elements(name, layout, degree)
             elements = -(-elements * part // max(1, self._whole(name)))
         return elements * item_bytes(self._graph.tensors[root].dtype, self._precision)
@@ -77,9 +78,6 @@ class TensorSizes:
             is_one = first and prod(local_size(one, self._batch) for one in before) == 1
             self._pieces[key] = is_one
         return self._pieces[key]
-
-    def _holds(self, name: str, axis: str) -> bool:
-        return any(leaf.name == axis for dim in self._dims[name] for leaf in leaves(dim))
 
     def _whole(self, name: str) -> int:
         if name not in self._wholes:
@@ -153,10 +151,9 @@ class MadeByKernel:
 class KeptTensors:
     """What an op keeps for its backward: operands and results, and tensors that its kernel makes.
 
-    `names` are the operands and results, `tensors` the tensors that own their memory.
+    `names` are the operands and results.
     """
 
-    tensors: tuple[str, ...]
     names: tuple[str, ...]
     made: tuple[MadeByKernel, ...]
     shapes: Callable[[OpSplit | None], LocalShapes]

@@ -8,7 +8,7 @@ dispatches and computes in turn.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cached_property
+from functools import cached_property, partial
 
 from autopar.planner.axes.infer import GraphAxes
 from autopar.planner.cluster.cluster import Device
@@ -214,19 +214,17 @@ class OpPricer:
     def kept(self, op: Op) -> KeptTensors:
         """Return the tensors that an op keeps for its backward."""
         if op.name not in self._kept:
-            self._kept[op.name] = self._found_kept(op)
+            made = made_by(
+                op,
+                rule_of(op.target),
+                graph=self.graph,
+                precision=self.precision,
+                kernels=self.kernels,
+            )
+            self._kept[op.name] = KeptTensors(
+                names=self._names_kept(op), made=made, shapes=partial(self.shapes, op)
+            )
         return self._kept[op.name]
-
-    def _found_kept(self, op: Op) -> KeptTensors:
-        rule, names = rule_of(op.target), self._names_kept(op)
-        return KeptTensors(
-            tensors=tuple(dict.fromkeys(map(self.memory.root, names))),
-            names=names,
-            made=made_by(
-                op, rule, graph=self.graph, precision=self.precision, kernels=self.kernels
-            ),
-            shapes=lambda split: self.shapes(op, split),
-        )
 
     def _names_kept(self, op: Op) -> tuple[str, ...]:
         """Return the operands and results that an op keeps."""

@@ -206,7 +206,7 @@ def simulate(
     Leaves out transfers that share a link, and a sender that waits for its receiver (in 1F1B it
     waits for a gradient from that receiver at the same time). The schedule must be a valid one.
     """
-    _require_shapes(order, stages, transfer_seconds)
+    assert order.stages == len(stages) == len(transfer_seconds) + 1
     seconds = np.array([*stages, (0.0,) * _KINDS]).ravel()[order.works]
     delays = np.array([*transfer_seconds, 0.0])[order.borders]
     starts, ends = np.zeros_like(seconds), np.zeros_like(seconds)
@@ -225,15 +225,3 @@ def simulate(
         np.add(start, taken, out=end)
         free = end
     return Simulation(order=order, starts=starts, ends=ends)
-
-
-def _require_shapes(
-    order: Prepared, stages: Sequence[StageSeconds], transfer_seconds: Sequence[float]
-) -> None:
-    scheduled = order.stages
-    if scheduled != len(stages) or len(transfer_seconds) != len(stages) - 1:
-        raise InputError(
-            f"a schedule of {scheduled} stages with the seconds of {len(stages)} stages"
-            f" and {len(transfer_seconds)} transfers",
-            expected="one figure per stage, and one transfer between each two neighbours",
-        )

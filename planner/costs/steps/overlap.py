@@ -18,7 +18,6 @@ from typing import NamedTuple
 
 from autopar.planner.cluster.cluster import Collective
 from autopar.planner.cluster.shape import GroupShape
-from autopar.planner.errors import InputError
 from autopar.planner.precision import Compression
 
 Seconds = Callable[[float], float]
@@ -52,18 +51,6 @@ class Overlapped:
         return self.compute_seconds + self.slowdown_seconds + self.exposed_seconds
 
 
-def hierarchical_reduction_seconds(
-    reduce_scatter_seconds: Seconds, all_reduce_seconds: Seconds, *, shard_degree: int
-) -> Seconds:
-    """Return RS(bytes) + AR(bytes / degree): HSDP shards within a group, then sums over replicas.
-
-    Leaves out that torch runs the all-reduce of one layer beside the reduce-scatter of the next.
-    """
-    return lambda size_bytes: (
-        reduce_scatter_seconds(size_bytes) + all_reduce_seconds(size_bytes / shard_degree)
-    )
-
-
 def summing(
     timed: Callable[[Collective, GroupShape], Seconds],
     parts: GroupShape | None,
@@ -76,7 +63,8 @@ def summing(
     divided. Then the ranks of `copies` add up equal parts, by an all-reduce. If ranks keep the
     errors of compression, an all-to-all and an all-gather replace the all-reduce, and the
     reduce-scatter sends fp32; without copies, an all-to-all replaces it. The thin matrices of
-    PowerSGD are summed by all-reduces, and not divided.
+    PowerSGD are summed by all-reduces, and not divided. Leaves out that torch runs the all-reduce
+    of one layer beside the reduce-scatter of the next.
     """
     if compression.is_low_rank:
         first = () if parts is None else (timed(Collective.ALL_REDUCE, parts),)
@@ -86,23 +74,14 @@ def summing(
     if parts is not None and copies.ranks == 1:
         keeps = compression.keeps_lost
         return timed(Collective.ALL_TO_ALL if keeps else Collective.REDUCE_SCATTER, parts)
-    share = compression.share if compression.keeps_lost else 1.0
-    whole = (
-        _after(timed(Collective.ALL_TO_ALL, copies), timed(Collective.ALL_GATHER, copies))
-        if compression.keeps_lost
-        else timed(Collective.ALL_REDUCE, copies)
-    )
+    exchanged = (Collective.ALL_TO_ALL, Collective.ALL_GATHER)
+    ways = exchanged if compression.keeps_lost else (Collective.ALL_REDUCE,)
+    steps = [timed(one, copies) for one in ways]
     if parts is None:
-        return whole
-    scatter = timed(Collective.REDUCE_SCATTER, parts)
-    return hierarchical_reduction_seconds(
-        lambda size: scatter(size / share), whole, shard_degree=parts.ranks
-    )
-
-
-def _after(first: Seconds, second: Seconds) -> Seconds:
-    """Return the formula for two collectives of the same bytes, one after the other."""
-    return lambda size: first(size) + second(size)
+        return lambda size: sum(step(size) for step in steps)
+    scatter, degree = timed(Collective.REDUCE_SCATTER, parts), parts.ranks
+    share = compression.share if compression.keeps_lost else 1.0
+    return lambda size: scatter(size / share) + sum(step(size / degree) for step in steps)
 
 
 def bucketed_reduction(
@@ -118,7 +97,6 @@ def bucketed_reduction(
     With gradient accumulation this is the backward of the last microbatch. Leaves out DDP's smaller
     first bucket (1 MiB), and copying gradients into buckets.
     """
-    _require_layers(layers)
     streams = _Streams()
     filled_bytes = 0.0
     for layer in reversed(layers):
@@ -154,7 +132,6 @@ def sharded_forward(
     A gather starts when the layer before starts to compute, as fully_shard prefetches one layer.
     Leaves out copying out of the gathered buffer, which runs on the compute stream.
     """
-    _require_layers(layers)
     streams = _Streams().communicate(gather_seconds(layers[0].parameter_bytes)).joined()
     for layer, following in zip(layers, [*layers[1:], None], strict=True):
         if following is not None:
@@ -182,7 +159,6 @@ def sharded_backward(
     include the second forward, which gathers nothing more. For accumulation without reduction,
     `scatter_seconds` is zero.
     """
-    _require_layers(layers)
     backward = tuple(reversed(layers))
     streams = _Streams().communicate(gather_seconds(backward[0].parameter_bytes)).joined()
     for layer, following in zip(backward, [*backward[1:], None], strict=True):
@@ -198,7 +174,6 @@ def gathered_after_optimizer_seconds(
     layers: Sequence[LayerLoad], gather_seconds: Seconds, *, bucket_bytes: float
 ) -> float:
     """Return Σ G(bucket): ZeRO-1 gathers the updated parameters, and nothing overlaps with it."""
-    _require_layers(layers)
     return sum(map(gather_seconds, buckets((one.parameter_bytes for one in layers), bucket_bytes)))
 
 
@@ -214,7 +189,6 @@ def forward_during_gather(
     This is the first microbatch of a step; the others find their parameters whole. Leaves out a
     limit on gathers issued ahead.
     """
-    _require_layers(layers)
     streams = _Streams()
     gathered: list[float] = []
     for layer in layers:
@@ -223,11 +197,6 @@ def forward_during_gather(
     for layer, end_seconds in zip(layers, gathered, strict=True):
         streams = streams.waiting_until(end_seconds).compute(layer.forward_seconds, slowdown)
     return streams.joined().result()
-
-
-def _require_layers(layers: Sequence[LayerLoad]) -> None:
-    if not layers:
-        raise InputError("no layers to compute", expected="at least one layer")
 
 
 class _Streams(NamedTuple):

@@ -88,14 +88,14 @@ class DataGroups:
 class DataSeconds:
     """What data parallelism adds to a stage's compute time; `alone` is without overlap."""
 
-    each_forward: float
-    each_backward: float
-    last_backward: float  # added to the last backward
-    first_forward: float  # added to the first forward
-    gathers_alone: float  # all gathers of a step
-    reductions_alone: float  # all reductions of a step
-    gathers: int  # number of collectives in a step
-    reductions: int
+    each_forward: float = 0.0
+    each_backward: float = 0.0
+    last_backward: float = 0.0  # added to the last backward
+    first_forward: float = 0.0  # added to the first forward
+    gathers_alone: float = 0.0  # all gathers of a step
+    reductions_alone: float = 0.0  # all reductions of a step
+    gathers: int = 0  # number of collectives in a step
+    reductions: int = 0
     synchronising: Synchronising = NO_WAIT  # of one microbatch; not included above
 
     @property
@@ -109,16 +109,7 @@ class DataSeconds:
         return self.each_backward + self.synchronising.backward_seconds
 
 
-NOTHING = DataSeconds(
-    each_forward=0.0,
-    each_backward=0.0,
-    last_backward=0.0,
-    first_forward=0.0,
-    gathers_alone=0.0,
-    reductions_alone=0.0,
-    gathers=0,
-    reductions=0,
-)
+NOTHING = DataSeconds()
 
 
 @lru_cache(maxsize=65536)
@@ -206,8 +197,6 @@ def _sharded(loads: Sequence[LayerLoad], groups: DataGroups, microbatches: int) 
     return DataSeconds(
         each_forward=forward.total_seconds - sum(load.forward_seconds for load in loads),
         each_backward=backward.total_seconds - sum(load.backward_seconds for load in loads),
-        last_backward=0.0,
-        first_forward=0.0,
         gathers_alone=2 * microbatches * gathers,
         reductions_alone=microbatches * reductions,
         gathers=2 * microbatches * _gathers(loads),
@@ -250,7 +239,6 @@ def _reduced(loads: Sequence[LayerLoad], groups: DataGroups, microbatches: int) 
             )
             first = _added(_gathered_ahead(loads, groups)) if groups.gathers_ahead else gathers
         return DataSeconds(
-            each_forward=0.0,
             each_backward=_added(backward) if groups.reduces_each else 0.0,
             last_backward=0.0 if groups.reduces_each else _added(backward),
             first_forward=first,
@@ -263,9 +251,7 @@ def _reduced(loads: Sequence[LayerLoad], groups: DataGroups, microbatches: int) 
     gathering = sum(groups.copy_byte_seconds * load.parameter_bytes for load in loads)
     scattering = sum(groups.copy_byte_seconds * load.gradient_bytes for load in loads)
     return DataSeconds(
-        each_forward=0.0,
         each_backward=_added(backward) + scattering,
-        last_backward=0.0,
         first_forward=_added(forward) + gathering,
         gathers_alone=forward.communication_seconds,
         reductions_alone=microbatches * backward.communication_seconds,

@@ -250,7 +250,7 @@ def test_a_deadlock_is_an_error_and_no_endless_loop() -> None:
 
 @pytest.mark.parametrize(("stages", "transfers"), [(3, 1), (2, 2), (1, 0)])
 def test_figures_for_other_stages_than_scheduled_are_refused(stages: int, transfers: int) -> None:
-    with pytest.raises(InputError, match="a schedule of 2 stages"):
+    with pytest.raises(AssertionError):
         simulate(
             one_f_one_b(shape_of(2, 2)),
             [stage(1, 1)] * stages,

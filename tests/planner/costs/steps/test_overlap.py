@@ -6,6 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autopar.planner.cluster.cluster import Collective
+from autopar.planner.cluster.shape import GroupShape
 from autopar.planner.costs.steps.overlap import (
     LayerLoad,
     Overlapped,
@@ -13,11 +15,11 @@ from autopar.planner.costs.steps.overlap import (
     bucketed_reduction,
     forward_during_gather,
     gathered_after_optimizer_seconds,
-    hierarchical_reduction_seconds,
     sharded_backward,
     sharded_forward,
+    summing,
 )
-from autopar.planner.errors import InputError
+from autopar.planner.precision import Compression
 
 
 def linear_seconds(*, alpha_seconds: float, bytes_per_second: float) -> Seconds:
@@ -69,10 +71,12 @@ def all_overlaps(layers: list[LayerLoad], slowdown: float) -> list[Overlapped]:
 
 def test_hsdp_sums_over_replicas_only_the_own_shard() -> None:
     # reduce-scatter of 40 bytes at 10 per second, then all-reduce of 40 / 4 at 2 per second
-    seconds = hierarchical_reduction_seconds(
-        linear_seconds(alpha_seconds=0, bytes_per_second=10),
-        linear_seconds(alpha_seconds=0, bytes_per_second=2),
-        shard_degree=4,
+    rates = {Collective.REDUCE_SCATTER: 10, Collective.ALL_REDUCE: 2}
+    seconds = summing(
+        lambda one, _: linear_seconds(alpha_seconds=0, bytes_per_second=rates[one]),
+        GroupShape(ranks=4, crossings=()),
+        GroupShape(ranks=2, crossings=()),
+        Compression.NONE,
     )
     assert seconds(40) == 4 + 5
 
@@ -173,11 +177,6 @@ def test_a_forward_during_the_gather_waits_for_its_own_layer() -> None:
     result = forward_during_gather(layers, one_second_per_byte, slowdown=0)
     assert result.total_seconds == 8
     assert result.exposed_seconds == 5.5
-
-
-def test_no_layers_are_refused() -> None:
-    with pytest.raises(InputError, match="no layers"):
-        sharded_forward([], free, slowdown=0)
 
 
 @given(LAYERS, SLOWDOWN)
