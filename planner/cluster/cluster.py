@@ -20,6 +20,7 @@ from autopar.planner.files import (
     Share,
     SomeBytes,
 )
+from autopar.planner.precision import RowEnum
 
 
 class Topology(RowEnum):

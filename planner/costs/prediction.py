@@ -33,6 +33,7 @@ from autopar.planner.precision import (
     Kernels,
     Outer,
     Precision,
+    RowEnum,
 )
 
 

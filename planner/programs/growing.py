@@ -6,18 +6,16 @@ each solve starts from the last optimum. Numbers should be near one, as in `solv
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import NamedTuple
 
 import highspy
 import numpy as np
-import pulp
 
 from autopar.planner.costs.schedules.orders import Numbers
 from autopar.planner.costs.schedules.simulation import Floats
-from autopar.planner.programs.solver import Matrix
 
 _INTEGER = 1  # highspy.HighsVarType.kInteger
 _FEASIBLE = 2  # highspy.SolutionStatus.kSolutionStatusFeasible
@@ -74,17 +72,6 @@ class GrowingProgram:
         """Add a column, and return its index."""
         self._columns += 1
         return self._columns - 1
-
-    def take(self, matrix: Matrix) -> Mapping[pulp.LpVariable, int]:
-        """Add the rows of an integer program, relaxed, and return its columns, which are ≥ 0."""
-        model, first = matrix.model, self._columns
-        self._columns += len(matrix.place)
-        starts = model.a_matrix_.start_[1:-1]
-        columns = np.split(np.array(model.a_matrix_.index_) + first, starts)
-        factors = np.split(np.array(model.a_matrix_.value_), starts)
-        rows = zip(model.row_lower_, model.row_upper_, columns, factors, strict=True)
-        self._rows += [_ProgramRow(*row) for row in rows]
-        return {one: first + number for one, number in matrix.place.items()}
 
     def add(self, terms: Iterable[Term], *, most: float, least: float = -inf) -> int:
         """Add a row: least ≤ Σ factor · column ≤ most; return its index."""

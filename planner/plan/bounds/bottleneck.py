@@ -50,8 +50,7 @@ class Mode:
 class LayerBlock:
     """The most frequent equal layers, and the least seconds of each other layer.
 
-    The first mode is without recomputation. In each mode, forward and backward of an equal layer
-    together take `more_seconds` longer than the sum of their minima.
+    The first mode is without recomputation.
     """
 
     count: int
@@ -60,7 +59,6 @@ class LayerBlock:
     parameter_bytes: int  # of one layer
     gradient_bytes: int
     trainable_tensors: int
-    more_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,12 +9,10 @@ and recomputes at least as much as the unsplit layer, divided evenly by the tens
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from enum import IntEnum
-from functools import cached_property, partial
+from functools import partial
 from itertools import product
-from math import inf
 
 from autopar.planner.annotate import state_of
 from autopar.planner.cluster.shape import Kind, RowShare
@@ -22,7 +20,6 @@ from autopar.planner.costs.prediction import (
     Arrangement,
     Modes,
     Offload,
-    Recompute,
     Zero,
 )
 from autopar.planner.costs.steps.memory import layer_unsharded_bytes
@@ -48,13 +45,11 @@ from autopar.planner.plan.bounds.least import (
     lightest,
     of_any,
     of_least,
-    raised_weights,
 )
 from autopar.planner.plan.bounds.step import FittingBounds, LayoutFacts, StepBound, facts_of
 from autopar.planner.plan.declared.constraints import Objective
 from autopar.planner.plan.solving.candidate import Questions, layer_key
 from autopar.planner.plan.solving.prices import LayerKey, LeastKey
-from autopar.planner.programs.layouts.program import WeightLimit
 
 RankKinds = tuple[Kind, ...]  # distinct kinds of pipeline ranks
 Rooms = tuple[tuple[StageRoom, ...], ...]  # of each rank, by stage
@@ -72,8 +67,7 @@ class BoundKind(IntEnum):
 
     UNSOLVED = 0  # the least time and memory of any layouts, before any are solved
     OF_ANY = 1  # the time of the fastest layouts, and the least memory of any
-    TRADING = 2  # the same, but layouts with smaller weights are known to be slower
-    OF_LAYOUTS = 3  # time and memory of the solved layouts
+    OF_LAYOUTS = 2  # time and memory of the solved layouts
 
 
 class Bounds:
@@ -87,7 +81,6 @@ class Bounds:
         self._facts: dict[tuple[LayerKey, RankKinds], LayoutFacts] = {}
         self._of_any: dict[tuple[LayerKey, RankKinds], LayoutFacts] = {}
         self._of_least: dict[tuple[LayerKey, RankKinds], LayoutFacts] = {}
-        self._trading: dict[tuple[LayerKey, RankKinds], tuple[LayoutFacts, ...]] = {}
         self._bottlenecks: dict[tuple[LayerBlock, PipelineRoom], float] = {}
 
     def of_point(self, point: Arrangement) -> float:
@@ -124,7 +117,6 @@ class Bounds:
         bound_of = {
             BoundKind.UNSOLVED: self.unsolved,
             BoundKind.OF_ANY: self.within_memory,
-            BoundKind.TRADING: self.trading,
             BoundKind.OF_LAYOUTS: self.of_variant,
         }[kind]
         return bound_of(arrangement)
@@ -146,15 +138,6 @@ class Bounds:
         rooms = self._rooms(arrangement)
         best = self._bound(arrangement, self.of_any(arrangement), rooms)
         return self._of_objective(arrangement, best)
-
-    def trading(self, arrangement: Arrangement) -> float:
-        """Return a lower bound within the memory, in any layouts; infinite if nothing fits.
-
-        Unlike `within_memory`, it knows by how much layouts with smaller weights are slower.
-        """
-        rooms = self._rooms(arrangement)
-        bounds = (self._bound(arrangement, one, rooms) for one in self._traded(arrangement))
-        return self._of_objective(arrangement, min(bounds))
 
     def of_variant(self, arrangement: Arrangement) -> float:
         """Return a lower bound in the solved layouts; infinite if nothing fits."""
@@ -274,51 +257,6 @@ class Bounds:
         unsplit = self._row(replace(fastest, tensor=1), kinds)
         return of_any(self._row(fastest, kinds), unsplit, degree=fastest.tensor)
 
-    def _traded(self, arrangement: Arrangement) -> tuple[LayoutFacts, ...]:
-        """Return lower limits for groups of layouts with ever smaller weights, which cover all.
-
-        This needs devices of one kind, and weights whose states follow from their bytes. Otherwise
-        `of_any` is the only group.
-        """
-        key = layer_key(arrangement, 0), self.questions.kinds(arrangement)
-        slowest = RowShare(self.costing.slowest_device, arrangement.microbatch)
-        if arrangement.tensor == 1 or key[1] != ((slowest,),) or not self._are_alike:
-            return (self.of_any(arrangement),)
-        if key not in self._trading:
-            row, limits = self._row_of_any(*key), self.costing.weight_limits(arrangement)
-            if limits[-1].most_bytes == inf:  # no layout of small weights is known
-                return (self.of_any(arrangement),)
-            smaller = (*(one.most_bytes for one in limits[1:]), limits[-1].most_bytes)
-            pairs = zip(limits, smaller, strict=True)
-            self._trading[key] = tuple(self._between(row, *pair) for pair in pairs)
-        return self._trading[key]
-
-    def _between(self, row: Sequence[Modes], limit: WeightLimit, least_bytes: float) -> LayoutFacts:
-        """Return lower limits over the layouts in which a layer's weights are between two sizes.
-
-        The layers are those of the largest class. Their weights take the smaller limit or more, and
-        they take the seconds of the larger one or longer.
-        """
-        layers = self.costing.subject.layers
-        places = layers.classes[layers.largest].layers
-        share, held = least_bytes / self.state.parameter_bytes, self.state
-        raised = raised_weights(
-            {id(row[place]): row[place] for place in places},
-            parameter_bytes=int(least_bytes),
-            gradient_bytes=int(share * held.gradient_bytes),
-            optimizer_bytes=int(share * held.optimizer_bytes),
-        )
-        facts = facts_of([raised.get(id(one), one) for one in row])
-        plain = raised[id(row[places[0]])][Recompute.NONE]
-        return facts.taking(limit.least_seconds) if facts.repeated is plain else facts
-
-    @cached_property
-    def _are_alike(self) -> bool:
-        """Whether all parameters are trained, and have the same type and optimizer states."""
-        parameters = self.costing.subject.graph.parameters
-        kinds = {(one.dtype, one.trainable, one.moments) for one in parameters}
-        return len(kinds) == 1 and parameters[0].trainable
-
     def of_least(self, arrangement: Arrangement) -> LayoutFacts:
         """Return facts that are lower limits over all layouts and devices, before any is solved."""
         degree, unsplit = arrangement.tensor, replace(layer_key(arrangement, 0), tensor=1)
@@ -338,8 +276,8 @@ class Bounds:
 
 
 def must_recompute(bounds: Bounds, arrangement: Arrangement) -> bool:
-    """Whether the layers' saved tensors together exceed the room of the ranks."""
-    facts, margin = bounds.of_any(arrangement), bounds.questions.constants.margin
+    """Whether the layers' saved tensors together exceed the room of the ranks, in any layouts."""
+    facts, margin = bounds.of_least(arrangement), bounds.questions.constants.margin
     size = bounds.questions.most_bytes(arrangement)
     budget = activation_budget_bytes(
         arrangement,

@@ -12,7 +12,7 @@ is to recompute layers in order of price per byte, the last one in part (a fract
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from itertools import groupby
@@ -295,17 +295,6 @@ def of_least(
         return {mode: _from_unsplit(mode, own, whole, degree) for mode in whole}
 
     return _each(least, unsplit, bound)
-
-
-def raised_weights(modes_of: Mapping[int, Modes], **least: int) -> dict[int, Modes]:
-    """Return layers in which each cost named in `least`, such as parameter_bytes, is no smaller."""
-
-    def raised(cost: LayerCost) -> LayerCost:
-        return replace(cost, **{name: max(getattr(cost, name), x) for name, x in least.items()})
-
-    return {
-        key: {mode: raised(cost) for mode, cost in modes.items()} for key, modes in modes_of.items()
-    }
 
 
 def _each(

@@ -44,7 +44,6 @@ class LeastTotals:
     trainable_tensors: int
     input_gradient_seconds: float  # the part of the backward that is not deferred
     least_output_bytes: int  # the smallest output of a layer: every cut sends at least this much
-    more_seconds: float = 0.0  # of forward and backward together, besides the minimum of each
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,16 +69,6 @@ class LayoutFacts:
         """Return the bytes of parameters, gradients and states of all layers under ZeRO."""
         return sum(
             number * state_bytes(modes[Recompute.NONE], arrangement) for modes, number in self.kinds
-        )
-
-    def taking(self, seconds: float) -> LayoutFacts:
-        """Return the facts if forward and backward of a repeated layer take this, or longer."""
-        plain = self.block.modes[0]
-        more = max(0.0, seconds - plain.forward_seconds - plain.backward_seconds)
-        return replace(
-            self,
-            block=replace(self.block, more_seconds=more),
-            totals=replace(self.totals, more_seconds=self.block.count * more),
         )
 
     def host_bytes(self, arrangement: Arrangement) -> int:
@@ -160,11 +149,10 @@ class StepBound:
     def seconds(self, fitting: FittingBounds, repeated: LayerBlock) -> float:
         """Return the lower bound over all choices of stages."""
         totals = self.totals
-        forward = totals.forward_seconds + totals.more_seconds
-        backward = totals.backward_seconds + totals.more_seconds + fitting.recompute_seconds
+        backward = totals.backward_seconds + fitting.recompute_seconds
         return (
             self._computing(fitting, repeated)
-            + self.data.first_forward_more(forward, totals.parameter_bytes)
+            + self.data.first_forward_more(totals.forward_seconds, totals.parameter_bytes)
             + self.data.last_backward_more(backward, totals.gradient_bytes)
             + self._updating()
             + self.constants.step_seconds
@@ -178,15 +166,10 @@ class StepBound:
         """
         is_waiting = self._is_waiting(repeated)
         modes = tuple(self._shared(mode, repeated) for mode in repeated.modes)
-        return replace(
-            repeated, others=() if is_waiting else repeated.others, modes=modes, more_seconds=0.0
-        )
+        return replace(repeated, others=() if is_waiting else repeated.others, modes=modes)
 
     def _shared(self, mode: Mode, repeated: LayerBlock) -> Mode:
-        """Return a mode of a repeated layer with the time that data parallelism adds.
-
-        It is not known whether `more_seconds` belong to the forward or to the backward.
-        """
+        """Return a mode of a repeated layer with the time that data parallelism adds."""
         gradients, tensors = repeated.gradient_bytes, repeated.trainable_tensors
         one = Shared(
             parameter_bytes=repeated.parameter_bytes,
@@ -195,7 +178,7 @@ class StepBound:
         )
         forward = self.data.forward(mode.forward_seconds, one)
         backward = self.data.backward(mode.backward_seconds, one)
-        computing = mode.seconds + repeated.more_seconds + self.data.gradients(gradients, tensors)
+        computing = mode.seconds + self.data.gradients(gradients, tensors)
         return Mode(
             forward_seconds=forward,
             backward_seconds=max(backward, computing - forward),
@@ -256,7 +239,7 @@ class StepBound:
     def _computed(self, fitting: FittingBounds) -> float:
         """Return what one microbatch computes in all layers together."""
         totals = self.totals
-        passes = totals.forward_seconds + totals.backward_seconds + totals.more_seconds
+        passes = totals.forward_seconds + totals.backward_seconds
         return passes + fitting.recompute_seconds + self._gradients
 
     @property

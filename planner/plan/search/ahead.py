@@ -87,7 +87,7 @@ def tasks_of(item: SearchItem) -> Iterator[SearchTask]:
     known = item.bound_kind if isinstance(item, Variant) else -1
     inside = layer_key(item.arrangement, 0)
     for kind in BoundKind:
-        if kind >= BoundKind.TRADING:  # no rows are priced any more
+        if kind >= BoundKind.OF_LAYOUTS:  # no rows are priced any more
             inside = replace(inside, is_one_stage=False)
         if kind >= min(known + 1, BoundKind.OF_LAYOUTS):
             yield SearchTask(inside=inside, bound_kind=kind, arrangement=item.arrangement)

@@ -27,7 +27,7 @@ from autopar.planner.plan.bounds.bounding import BoundKind, Bounds
 from autopar.planner.plan.declared.constraints import Constraints, Objective, allows
 from autopar.planner.plan.declared.limits import least_rows
 from autopar.planner.plan.plan import BatchFacts
-from autopar.planner.plan.search.simpler import Complexity, complexity
+from autopar.planner.plan.search.simpler import complexity
 from autopar.planner.plan.search.space import (
     Choices,
     Degrees,
@@ -160,11 +160,6 @@ def families(variants_: Iterable[Arrangement]) -> list[list[Arrangement]]:
             heads[pipeline] = family
         families.append(family)
     return families
-
-
-def rough_complexity(item: SearchItem) -> Complexity:
-    """Return the complexity of a point's or variant's plans that recompute no layer."""
-    return complexity(item.arrangement, recomputes=False)
 
 
 def simplicity(arrangement: Arrangement) -> tuple[float, ...]:

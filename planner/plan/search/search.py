@@ -3,7 +3,7 @@
     degrees × microbatch × compiled  bounded by the fastest split of each op, without communication
     └ schedule × stages per rank × ZeRO × shard × 16-bit sums × offload
                                     bounded also by gathers, reductions, updates, recomputation
-      └ the fastest layouts         bounded also by communication; then by what smaller weights cost
+      └ the fastest layouts         bounded also by communication
         └ layouts that need less memory are solved
                                     bounded also by the recomputation that these need
           └ stages are solved       an exact prediction
@@ -63,13 +63,11 @@ from autopar.planner.plan.search.points import (
     SearchPoint,
     Variant,
     families,
-    rough_complexity,
     simplicity,
 )
 from autopar.planner.plan.search.simpler import (
     BestByComplexity,
     Complexity,
-    Simplicity,
     complexity,
     complexity_of,
     simplest_leaf,
@@ -225,7 +223,8 @@ class Explorer:
             outcome.found,
             (*outcome.waiting, *self._left_out),
             self.expand,
-            Simplicity(of_leaf=complexity_of, below=self._complexity_below, rough=rough_complexity),
+            of_leaf=complexity_of,
+            below=self._complexity_below,
             within=fastest.value * (1 + self._known.tolerance),
             is_late=is_late,
         )

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 from autopar.planner.cluster.toml_reading import seconds_text
 from autopar.planner.costs.prediction import Arrangement, Offload
@@ -80,60 +80,43 @@ class BestByComplexity:
         return min(self.fastest * (1 + self.tolerance), *as_simple, float("inf"))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Simplicity(Generic[Item, Leaf]):
-    """The functions that return the complexity of a leaf, and the least complexity below a node.
-
-    `rough` is a lower bound of `below` that is found at once: `below` may solve layouts.
-    """
-
-    of_leaf: Callable[[Leaf], Complexity]
-    below: Callable[[Item], Complexity]
-    rough: Callable[[Item], Complexity]
-
-
 def simplest_leaf(
     found: Iterable[FoundLeaf[Leaf]],
     waiting: Iterable[SearchNode[Item]],
     expand: Callable[[Item], Iterable[SearchNode[Item] | FoundLeaf[Leaf] | Unproved]],
-    simplicity: Simplicity[Item, Leaf],
     *,
+    of_leaf: Callable[[Leaf], Complexity],
+    below: Callable[[Item], Complexity],
     within: float,
     is_late: Callable[[], bool] = never,
 ) -> FoundLeaf[Leaf]:
     """Return the simplest leaf with a value up to `within`; of equally simple ones, the least.
 
-    Of nodes and leaves, the one with the best possible simplicity is taken first. So the first leaf
-    taken is the answer, and nodes that cannot be simpler are never expanded. The complexity below a
-    node is asked for when the node would be taken by its rough complexity. If time is up, the
-    simplest leaf found is returned.
+    `below` returns the least complexity below a node. Of nodes and leaves, the one with the best
+    possible simplicity is taken first. So the first leaf taken is the answer, and nodes that cannot
+    be simpler are never expanded. If time is up, the simplest leaf found is returned.
     """
+    queue: list[_Entry[Item, Leaf]] = []
     numbers = count()
 
-    def entry(
-        one: SearchNode[Item] | FoundLeaf[Leaf], parent_bound: float
-    ) -> Iterator[_Entry[Item, Leaf]]:
+    def push(one: SearchNode[Item] | FoundLeaf[Leaf], parent_bound: float) -> None:
         value = one.value if isinstance(one, FoundLeaf) else max(one.bound, parent_bound)
-        if value > within:
-            return
-        of_leaf, rough = simplicity.of_leaf, simplicity.rough
-        of = of_leaf(one.leaf) if isinstance(one, FoundLeaf) else rough(one.item)
-        yield of, value, one.rank, next(numbers), one
+        if value <= within:
+            of = of_leaf(one.leaf) if isinstance(one, FoundLeaf) else below(one.item)
+            heapq.heappush(queue, (of, value, one.rank, next(numbers), one))
 
-    firsts: tuple[SearchNode[Item] | FoundLeaf[Leaf], ...] = (*found, *waiting)
-    queue = [one for first in firsts for one in entry(first, 0.0)]
-    heapq.heapify(queue)
+    for leaf in found:
+        push(leaf, 0.0)
+    for node in waiting:
+        push(node, 0.0)
     while queue:
-        of, bound, rank, number, top = heapq.heappop(queue)
+        _, bound, _, _, top = heapq.heappop(queue)
         if isinstance(top, FoundLeaf):
             return top
-        below = of if is_late() else simplicity.below(top.item)
-        if below > of:
-            heapq.heappush(queue, (below, bound, rank, number, top))
-        elif not is_late():
-            children = (one for one in expand(top.item) if not isinstance(one, Unproved))
-            for one in (pushed for child in children for pushed in entry(child, bound)):
-                heapq.heappush(queue, one)
+        if not is_late():
+            for child in expand(top.item):
+                if not isinstance(child, Unproved):
+                    push(child, bound)
     raise AssertionError("the fastest is within any tolerance")
 
 

@@ -41,7 +41,6 @@ from autopar.planner.programs.layouts.choice import (
     LinePrice,
 )
 from autopar.planner.programs.layouts.edges import Structure, structure_of
-from autopar.planner.programs.layouts.program import WeightLimit
 from autopar.planner.programs.layouts.rules import LayoutRules, own_layouts
 from autopar.planner.programs.solver import NOTHING_SOLVED, SolverReport
 
@@ -147,13 +146,6 @@ class PriceBook:
                 known.front = self._program(of).front()
             self._fronts[key] = known.front
         return self._fronts[key]
-
-    def weight_limits(self, of: LayerKey | Arrangement) -> tuple[WeightLimit, ...]:
-        """Return bounds of a microbatch's seconds in any layouts, by the bytes of their weights."""
-        known = self._at(of)
-        if known.weight_limits is None:
-            known.weight_limits = self._program(of).weight_limits()
-        return known.weight_limits
 
     def solution(self, inside: LayerKey) -> LayoutSolution:
         """Return one of the solutions, or simpler layouts near it."""

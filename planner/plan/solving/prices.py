@@ -17,7 +17,6 @@ from autopar.planner.costs.prediction import Modes
 from autopar.planner.layers import Compile
 from autopar.planner.plan.declared.constraints import HostSaving
 from autopar.planner.programs.layouts.choice import LayoutProgram, LayoutSolution, LinePrice
-from autopar.planner.programs.layouts.program import WeightLimit
 from autopar.planner.programs.layouts.rules import LayoutRules
 from autopar.planner.programs.layouts.strategies import Ways
 
@@ -96,7 +95,6 @@ class StoredPrices:
 
     fastest: LayoutSolution | None
     front: tuple[LayoutSolution, ...] | None
-    weight_limits: tuple[WeightLimit, ...] | None
     simpler: tuple[tuple[LayerKey, LayoutSolution], ...]
     rows: tuple[PricedRows, ...]
 
@@ -107,7 +105,6 @@ class LayoutPrices:
 
     fastest: LayoutSolution | None = None
     front: tuple[LayoutSolution, ...] | None = None
-    weight_limits: tuple[WeightLimit, ...] | None = None
     simpler: dict[LayerKey, LayoutSolution] = field(default_factory=dict)
     rows: dict[tuple[LayerKey, RowShare], tuple[Modes, ...]] = field(default_factory=dict)
     program: LayoutProgram | None = None
@@ -123,7 +120,6 @@ class LayoutPrices:
         return cls(
             fastest=known.fastest,
             front=known.front,
-            weight_limits=known.weight_limits,
             simpler=simpler,
             rows=rows,
         )
@@ -133,7 +129,6 @@ class LayoutPrices:
         return StoredPrices(
             fastest=self.fastest,
             front=self.front,
-            weight_limits=self.weight_limits,
             simpler=tuple(self.simpler.items()),
             rows=tuple(_numbered(*key, row) for key, row in self.rows.items()),
         )
@@ -142,7 +137,6 @@ class LayoutPrices:
         """Add prices that another process found; what is known stays."""
         self.fastest = self.fastest or found.fastest
         self.front = self.front or found.front
-        self.weight_limits = self.weight_limits or found.weight_limits
         other = LayoutPrices.of(found)
         self.simpler = other.simpler | self.simpler
         self.rows = other.rows | self.rows
@@ -150,7 +144,7 @@ class LayoutPrices:
     @property
     def size(self) -> int:
         """The number of layouts and rows, which only grows."""
-        once = sum(one is not None for one in (self.fastest, self.front, self.weight_limits))
+        once = sum(one is not None for one in (self.fastest, self.front))
         return once + len(self.simpler) + len(self.rows)
 
     @property

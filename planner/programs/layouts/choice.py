@@ -28,7 +28,6 @@ from autopar.planner.programs.layouts.program import (
     LayoutModel,
     LayoutVariables,
     ProgramUnits,
-    WeightLimit,
 )
 from autopar.planner.programs.layouts.rules import Slots, check_rules
 from autopar.planner.programs.solver import (
@@ -134,10 +133,6 @@ class LayoutProgram:
     def front(self) -> tuple[LayoutSolution, ...]:
         """Return the Pareto-optimal layouts, the fastest first."""
         return tuple(map(self._as_solution, self._front.points))
-
-    def weight_limits(self) -> tuple[WeightLimit, ...]:
-        """Return the least times of a layer of the largest class, by the bytes of its weights."""
-        return tuple(self._front.model.weight_limits(self._asked.layers.largest))
 
     def simpler(self, number: int, price: LinePrice, *, is_one_stage: bool) -> LayoutSolution:
         """Return layouts with fewer printed lines than point `number` of the front, if any.

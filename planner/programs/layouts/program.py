@@ -35,17 +35,15 @@ the relaxation nearly always integral: a program with w alone took four times as
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from math import inf
 from typing import Any, TypeAlias
 
 import pulp
 
 from autopar.planner.graph.layouts import WHOLE, Layout
-from autopar.planner.programs.growing import GrowingProgram
 from autopar.planner.programs.layouts.problem import Assignment, Demand, PrintedCode, Problem
-from autopar.planner.programs.solver import Matrix, chosen, new_program
+from autopar.planner.programs.solver import chosen, new_program
 
 Sum: TypeAlias = Any  # pulp.LpAffineExpression, which has no types
 _Term = tuple[pulp.LpVariable, float]
@@ -64,21 +62,6 @@ class ProgramUnits:
     byte_unit: float
     saved_factor: float
     weight_factor: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WeightLimit:
-    """A limit of a layer's weights on a rank, and the least time of the layer within it.
-
-    In any layouts whose weights take at most `most_bytes`, forward and backward of a microbatch
-    take `least_seconds` or longer.
-    """
-
-    most_bytes: float
-    least_seconds: float
-
-
-_NEXT_LIMIT = 0.8  # times the limit before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +108,7 @@ class LayoutModel:
         self._problem, self._units, self._model = problem, units, variables
         lines: list[_Term] = []
         if code is not None:
-            opened = [_binary(f"o_{k}") for k in range(len(code.lines))]
+            opened = [_binary(variables.program, f"o_{k}") for k in range(len(code.lines))]
             _require_changed_code(self._model, code, opened)
             _require_converting_code(self._model, code, opened)
             lines = list(_lines(self._model, code, opened))
@@ -150,34 +133,6 @@ class LayoutModel:
             _require_budget(self._model, self._bytes, budget_bytes / self._units.byte_unit)
         return program
 
-    def weight_limits(self, layer_class: int) -> Iterator[WeightLimit]:
-        """Yield what a layer of a class takes at least, within ever smaller limits of its weights.
-
-        These are optima of the relaxed program. Sums that are done once per step are left out. The
-        first limit is infinite; the last one is the least that the weights can take.
-        """
-        model, problem, units = self._model, self._problem, self._units
-        relaxed = GrowingProgram()
-        model.program.constraints.pop("budget", None)
-        column = relaxed.take(Matrix.of(model.program))
-        spent = _spent(model, problem, units.second_unit)
-        taken = ((column[one], part) for one, part, own, _ in spent if own == layer_class)
-        relaxed.add([*taken, (relaxed.least, -1.0)], most=0.0)
-        held = _held(model, problem, units.byte_unit, layer_class)
-        sizes = [[(column[one], part) for one, part in own] for own in held]
-        smallest, largest = (sum(end(x for _, x in own) for own in sizes) for end in (min, max))
-        limit, known = inf, 0.0
-        while True:
-            known = max(known, relaxed.solve() or 0.0)
-            if known == inf:
-                return
-            least_seconds = known * units.second_unit
-            yield WeightLimit(most_bytes=limit * units.byte_unit, least_seconds=least_seconds)
-            if limit <= smallest:
-                return
-            limit = max(min(limit, largest) * _NEXT_LIMIT, smallest)
-            relaxed.add((term for own in sizes for term in own), most=limit)
-
     def assignment(self) -> Assignment:
         """Return the choices of the solved program."""
         return Assignment(
@@ -189,29 +144,20 @@ class LayoutModel:
 def _make_choices(model: LayoutVariables) -> None:
     """Make x and u."""
     for v, node in enumerate(model.problem.nodes):
-        model.x.append([_binary(f"x_{v}_{c}") for c in range(len(node.choices))])
+        model.x.append([_binary(model.program, f"x_{v}_{c}") for c in range(len(node.choices))])
     for e, source in enumerate(model.problem.sources):
-        model.u.append([_binary(f"u_{e}_{i}") for i in range(len(source.layouts))])
-
-
-def _spent(
-    model: LayoutVariables, problem: Problem, unit: float
-) -> Iterator[tuple[pulp.LpVariable, float, int, int]]:
-    """Yield what variables add to the seconds of a layer, its class, and the number of layers."""
-    for node, own in zip(problem.nodes, model.x, strict=True):
-        for variable, choice in zip(own, node.choices, strict=True):
-            yield variable, choice.seconds / unit, node.layer_class, node.count
-    for demand, made in zip(problem.demands, model.w, strict=True):
-        layer_class = problem.class_of(demand)
-        for ends, variable in made.items():
-            yield variable, demand.seconds[ends] / unit, layer_class, demand.count
+        model.u.append([_binary(model.program, f"u_{e}_{i}") for i in range(len(source.layouts))])
 
 
 def _seconds(model: LayoutVariables, problem: Problem, units: ProgramUnits) -> Iterator[_Term]:
     """Yield what variables add to the seconds of a microbatch."""
     unit = units.second_unit
-    for variable, seconds, _, count in _spent(model, problem, unit):
-        yield variable, count * seconds
+    for node, choices in zip(problem.nodes, model.x, strict=True):
+        for variable, choice in zip(choices, node.choices, strict=True):
+            yield variable, node.count * (choice.seconds / unit)
+    for demand, made in zip(problem.demands, model.w, strict=True):
+        for ends, variable in made.items():
+            yield variable, demand.count * (demand.seconds[ends] / unit)
     for source, own in zip(problem.sources, model.u, strict=True):
         yield from zip(own, (seconds / unit for seconds in source.seconds), strict=True)
 
@@ -230,24 +176,6 @@ def _bytes(model: LayoutVariables, problem: Problem, units: ProgramUnits) -> Ite
             yield variable, keep.count * saved * keep.saved_bytes[form] / unit
 
 
-def _held(
-    model: LayoutVariables, problem: Problem, unit: float, layer_class: int
-) -> Iterator[list[_Term]]:
-    """Yield what the layouts of each weight of a layer add to its bytes.
-
-    Weights that some layers of the class share are left out.
-    """
-    used = dict.fromkeys(d.source for d in problem.demands if problem.class_of(d) == layer_class)
-    count = next(one.count for one in problem.nodes if one.layer_class == layer_class)
-    for e in used:
-        source = problem.sources[e]
-        if source.weights == count:
-            yield [
-                (one, size / count / unit)
-                for one, size in zip(model.u[e], source.weight_bytes, strict=True)
-            ]
-
-
 def _require_one_choice(model: LayoutVariables) -> None:
     """Σ_c x[v,c] = 1,  Σ_l u[e,l] = 1."""
     for v, own in enumerate(model.x):
@@ -262,11 +190,12 @@ def _require_conversions(model: LayoutVariables) -> None:
     for d, demand in enumerate(model.problem.demands):
         produced, needed = _produced_by(model, demand.source), _needed(model, demand)
         wanted = list(dict.fromkeys(layout for own in needed for layout in own))
-        made = _conversions(f"w_{d}", demand, produced, wanted)
+        made = _conversions(model, f"w_{d}", demand, (produced, wanted))
         flows = [made]
         if len(needed) > 1:
             flows = [
-                _conversions(f"z_{d}_{i}", demand, produced, own) for i, own in enumerate(needed)
+                _conversions(model, f"z_{d}_{i}", demand, (produced, own))
+                for i, own in enumerate(needed)
             ]
         model.w.append(made)
         model.z.append(flows)
@@ -282,10 +211,11 @@ def _require_conversions(model: LayoutVariables) -> None:
 
 
 def _conversions(
-    name: str, demand: Demand, produced: Iterable[Layout], needed: Iterable[Layout]
+    model: LayoutVariables, name: str, demand: Demand, layouts: Sequence[Iterable[Layout]]
 ) -> _Conversions:
+    produced, needed = layouts
     return {
-        (start, end): pulp.LpVariable(f"{name}_{i}_{j}", 0, 1)
+        (start, end): model.program.add_variable(f"{name}_{i}_{j}", 0, 1)
         for i, start in enumerate(produced)
         for j, end in enumerate(needed)
         if (start, end) in demand.seconds
@@ -296,7 +226,9 @@ def _require_holding(model: LayoutVariables) -> None:
     """h[g,f] ≥ Σ_(c in form f) x[v,c] for each holder v."""
     for g, keep in enumerate(model.problem.keeps):
         numbered = enumerate(keep.saved_bytes)
-        model.h.append({form: pulp.LpVariable(f"h_{g}_{f}", 0, 1) for f, form in numbered})
+        model.h.append(
+            {form: model.program.add_variable(f"h_{g}_{f}", 0, 1) for f, form in numbered}
+        )
         for f, (form, held) in enumerate(model.h[-1].items()):
             for i, (node, forms) in enumerate(zip(keep.holders, keep.forms, strict=True)):
                 own = [
@@ -387,8 +319,8 @@ def _grouped(layouts: list[Layout], variables: list[pulp.LpVariable]) -> dict[La
     return {layout: pulp.lpSum(own) for layout, own in groups.items()}
 
 
-def _binary(name: str) -> pulp.LpVariable:
-    return pulp.LpVariable(name, cat=pulp.LpBinary)
+def _binary(program: pulp.LpProblem, name: str) -> pulp.LpVariable:
+    return program.add_variable(name, cat=pulp.LpBinary)
 
 
 def _sum(terms: Iterable[_Term]) -> Sum:

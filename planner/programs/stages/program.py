@@ -122,7 +122,7 @@ class _CutProgram:
         return stage, self._places[first], self._places[stop], self.question.classes[first:stop]
 
     def _choice(self, number: int, column: Column) -> _Choice:
-        variable = pulp.LpVariable(
+        variable = self.program.add_variable(
             f"z_{number}", 0, 1, cat="Binary" if column.offer.others_are_worse else "Continuous"
         )
         key = self._key(column.stage, column.first, column.stop)
@@ -166,7 +166,9 @@ class _CutProgram:
                     loose[one.key].append((one.variable, 1.0))
             for key, terms in loose.items():
                 number = len(self._intervals)
-                self._intervals[key] = pulp.LpVariable(f"u_{stage}_{number}", cat="Binary")
+                self._intervals[key] = self.program.add_variable(
+                    f"u_{stage}_{number}", cat="Binary"
+                )
                 terms.append((self._intervals[key], -1.0))
                 self._add(terms, "==", 0.0, f"whole_{number}")
 
@@ -243,9 +245,9 @@ class StageProgram(_CutProgram):
         self.unit = unit_seconds
         self._chains: set[object] = set()
         self._excluded = self._asked = 0
-        self.longest = pulp.LpVariable("L", 0)
-        self.gathers = pulp.LpVariable("G", 0)
-        self.optimizers = pulp.LpVariable("O", 0)
+        self.longest = self.program.add_variable("L", 0)
+        self.gathers = self.program.add_variable("G", 0)
+        self.optimizers = self.program.add_variable("O", 0)
         self.program.setObjective(
             pulp.LpAffineExpression([(self.longest, 1), (self.gathers, 1), (self.optimizers, 1)])
         )
@@ -295,7 +297,9 @@ class StageProgram(_CutProgram):
     def _times_are_of_columns(self) -> list[list[pulp.LpVariable]]:
         table = []
         for stage, own in enumerate(self.stages):
-            row = [pulp.LpVariable(f"t_{stage}_{kind}", 0) for kind in range(TRANSFER + 1)]
+            row = [
+                self.program.add_variable(f"t_{stage}_{kind}", 0) for kind in range(TRANSFER + 1)
+            ]
             for kind, total in enumerate(row):
                 terms = self._seconds((one, float(one.column.times[kind])) for one in own)
                 self._add([*terms, (total, -1.0)], "==", 0.0, f"time_{stage}_{kind}")
@@ -339,7 +343,7 @@ class MemoryProgram(_CutProgram):
 
     def __init__(self, question: StageQuestion, columns: Sequence[Column]) -> None:
         super().__init__(question, columns)
-        most = pulp.LpVariable("M", 0)
+        most = self.program.add_variable("M", 0)
         self.program.setObjective(pulp.LpAffineExpression([(most, 1)]))
         for rank, moment, terms in self._memory_rows():
             self._add([*terms, (most, -1.0)], "<=", 0.0, f"memory_of_{rank}_at_{moment}")

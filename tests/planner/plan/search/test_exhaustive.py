@@ -15,9 +15,8 @@ from autopar.planner.costs.ops.measurements import HostTimes
 from autopar.planner.costs.prediction import Arrangement
 from autopar.planner.plan.declared.limits import with_batch
 from autopar.planner.plan.search.search import Explorer
-from autopar.planner.plan.solving.costing import PriceBook, SearchSubject
+from autopar.planner.plan.solving.costing import SearchSubject
 from autopar.planner.profile.measured import MeasuredFile, MeasuredHost
-from autopar.planner.programs.layouts.program import WeightLimit
 from tests.cells import cells
 from tests.planner.plan.plans import parts_of
 from tests.planner.plan.searches import declared
@@ -118,7 +117,6 @@ class Solved:
     unsolved: float
     without_memory: float
     within_memory: float
-    trading: float
     of_variant: float
     value: float
 
@@ -140,7 +138,6 @@ def _solved(every: Explorer) -> Iterator[Solved]:
                 unsolved=every.bounds.unsolved(variant),
                 without_memory=every.bounds.without_memory(variant),
                 within_memory=every.bounds.within_memory(variant),
-                trading=every.bounds.trading(variant),
                 of_variant=every.bounds.of_variant(variant),
                 value=value,
             )
@@ -153,7 +150,6 @@ def test_no_bound_exceeds_what_an_arrangement_comes_to(case: Case) -> None:
         assert one.unsolved <= one.value * ROUNDING, one
         assert one.without_memory <= one.value * ROUNDING, one
         assert one.within_memory <= one.value * ROUNDING, one
-        assert one.trading <= one.value * ROUNDING, one
         assert one.of_variant <= one.value * ROUNDING, one
 
 
@@ -170,15 +166,3 @@ def test_every_case_has_something_to_choose(case: Case) -> None:
     values = {one.value for one in solved(case)}
     assert len(values) > 10
     assert min(values) < inf
-
-
-def test_without_a_limit_of_weights_bounds_within_memory_stay(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    unlimited = WeightLimit(most_bytes=inf, least_seconds=0.0)
-    monkeypatch.setattr(PriceBook, "weight_limits", lambda *_: (unlimited,))
-    every = explorer(Case(model=("gpt2.py",), gpus=2, batch=8, memory="80%", tensor=2))
-    variants = [one for point in every.points for one in every.points.variants(point)]
-    assert variants
-    for one in variants:
-        assert every.bounds.trading(one) == every.bounds.within_memory(one)

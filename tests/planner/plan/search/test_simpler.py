@@ -17,7 +17,6 @@ from autopar.planner.plan.search.search import Explorer
 from autopar.planner.plan.search.simpler import (
     BestByComplexity,
     Complexity,
-    Simplicity,
     complexity,
     complexity_of,
     simplest_leaf,
@@ -120,23 +119,29 @@ def test_arrangements_are_ordered_by_kinds_printed_classes_and_sharding() -> Non
     assert len(set(order)) == len(order)
 
 
-def test_no_layouts_are_solved_for_plans_beyond_the_tolerance_or_surely_less_simple() -> None:
+def test_plans_beyond_the_tolerance_or_surely_less_simple_are_not_solved() -> None:
     leaf = FoundLeaf(value=1.0, rank=(), leaf="fast")
     far = SearchNode(bound=1.1, rank=(), item="slow")
     hard = SearchNode(bound=1.0, rank=(), item="complex")
     asked: list[str] = []
 
-    def below(item: str) -> Complexity:
+    def expand(item: str) -> list[FoundLeaf[str]]:
         asked.append(item)
-        return (0,)
+        return []
 
-    def rough(item: str) -> Complexity:
-        return (2,) if item == "complex" else (0,)
+    def simplest(within: float) -> FoundLeaf[str]:
+        return simplest_leaf(
+            [leaf],
+            [far, hard],
+            expand,
+            of_leaf=lambda _: (1,),
+            below=lambda item: (2,) if item == "complex" else (0,),
+            within=within,
+        )
 
-    simplicity: Simplicity[str, str] = Simplicity(of_leaf=lambda _: (1,), below=below, rough=rough)
-    assert simplest_leaf([leaf], [far, hard], lambda _: [], simplicity, within=1.05) is leaf
+    assert simplest(1.05) is leaf
     assert not asked
-    simplest_leaf([leaf], [far], lambda _: [], simplicity, within=1.2)
+    assert simplest(1.2) is leaf
     assert asked == ["slow"]
 
 
@@ -154,9 +159,9 @@ leaves = st.tuples(st.tuples(st.integers(0, 3), st.integers(0, 2)), st.integers(
 groups = st.lists(st.lists(leaves, min_size=1, max_size=4), min_size=1, max_size=6)
 
 
-@given(groups, st.sampled_from([0.0, 0.1, 0.5, 2.0]), st.integers(0, 2))
+@given(groups, st.sampled_from([0.0, 0.1, 0.5, 2.0]))
 def test_the_simplest_leaf_is_found_whatever_was_left_waiting(
-    parents: list[list[Leaf]], tolerance: float, too_simple: int
+    parents: list[list[Leaf]], tolerance: float
 ) -> None:
     def node(group: list[Leaf]) -> SearchNode[tuple[Leaf, ...]]:
         bound = min(value for _, value in group) - 3.0
@@ -171,11 +176,13 @@ def test_the_simplest_leaf_is_found_whatever_was_left_waiting(
     def below(item: tuple[Leaf, ...]) -> Complexity:
         return min(one[0] for one in item)
 
-    simplicity: Simplicity[tuple[Leaf, ...], Leaf] = Simplicity(
+    found = simplest_leaf(
+        outcome.found,
+        outcome.waiting,
+        expand,
         of_leaf=lambda leaf: leaf[0],
         below=below,
-        rough=lambda item: (below(item)[0] - too_simple, 0),
+        within=within,
     )
-    found = simplest_leaf(outcome.found, outcome.waiting, expand, simplicity, within=within)
     every_leaf = [one for group in parents for one in group if one[1] <= within]
     assert found.leaf == min(every_leaf)
