@@ -153,9 +153,7 @@ def compiled_ops(layer: Layer, graph: Graph) -> tuple[Op, ...]:
 
 def find_layers(graph: Graph, axes: GraphAxes) -> Layers:
     """Return the layers of a graph in the order in which they begin."""
-    tree = _CallTree(graph)
-    units = _units(tree, graph)
-    groups = _assigned(graph, tree, units)
+    groups = _assigned(graph, _units(graph))
     forms: dict[Hashable, int] = {}
     layers = tuple(
         Layer(call=call, ops=ops, layer_class=forms.setdefault(_form(ops, graph, axes), len(forms)))
@@ -171,44 +169,34 @@ def find_layers(graph: Graph, axes: GraphAxes) -> Layers:
     return Layers(layers=layers, classes=classes, runs=tuple(_runs(layers)))
 
 
-class _CallTree:
-    """The tree of calls that contain ops, with the ops of each call and of its inner calls."""
-
-    def __init__(self, graph: Graph) -> None:
-        self.ops = graph.index.ops_in
-        self.children: dict[str | None, list[str]] = defaultdict(list)
-        for call in self.ops:
-            self.children[graph.calls[call].parent].append(call)
-        numbers: dict[Hashable, int] = {}
-        self.forms = {  # calls with equal ops have equal numbers
-            call: numbers.setdefault(_form(ops, graph, None), len(numbers))
-            for call, ops in self.ops.items()
-        }
-
-
-def _units(tree: _CallTree, graph: Graph) -> list[str]:
+def _units(graph: Graph) -> list[str]:
     """Return the calls that may be layers: repeated blocks, and the outermost calls beside them."""
+    ops_in = graph.index.ops_in
+    children: dict[str | None, list[str]] = defaultdict(list)
+    for call in ops_in:
+        children[graph.calls[call].parent].append(call)
+    numbers: dict[Hashable, int] = {}
+    forms = {  # calls with equal ops have equal numbers
+        call: numbers.setdefault(_form(ops, graph, None), len(numbers))
+        for call, ops in ops_in.items()
+    }
 
     def fellows(call: str) -> list[str]:
         kind, parent = graph.calls[call].class_name, graph.calls[call].parent
-        return [
-            c
-            for c in tree.children[parent]
-            if graph.calls[c].class_name == kind and tree.children[c]
-        ]
+        return [c for c in children[parent] if graph.calls[c].class_name == kind and children[c]]
 
     def is_block(call: str) -> bool:
         alike = fellows(call)
-        forms = Counter(tree.forms[fellow] for fellow in alike)
-        has_equals = any(count > 1 for count in forms.values())
+        counts = Counter(forms[fellow] for fellow in alike)
+        has_equals = any(count > 1 for count in counts.values())
         return call in alike and len(alike) > 1 and (has_equals or not has_block_inside(call))
 
     def has_block_inside(call: str) -> bool:
-        return any(is_block(child) or has_block_inside(child) for child in tree.children[call])
+        return any(is_block(child) or has_block_inside(child) for child in children[call])
 
     def expand(call: str) -> Iterator[str]:
-        inner = tree.children[call]
-        only_holds = inner and len(tree.ops[call]) == sum(len(tree.ops[c]) for c in inner)
+        inner = children[call]
+        only_holds = inner and len(ops_in[call]) == sum(len(ops_in[c]) for c in inner)
         is_root = graph.calls[call].parent is None
         if not is_root and (is_block(call) or not inner or graph.calls[call].is_function):
             yield call
@@ -218,15 +206,16 @@ def _units(tree: _CallTree, graph: Graph) -> list[str]:
         else:
             yield call
 
-    return [unit for root in tree.children[None] for unit in expand(root)]
+    return [unit for root in children[None] for unit in expand(root)]
 
 
-def _assigned(graph: Graph, tree: _CallTree, units: list[str]) -> list[tuple[str, tuple[Op, ...]]]:
+def _assigned(graph: Graph, units: list[str]) -> list[tuple[str, tuple[Op, ...]]]:
     """Assign every op to one layer; the layers are the units that have parameters.
 
     Any other op joins the layer before it, or the first layer if none is before it.
     """
-    weighty = {unit for unit in units if any(_has_parameter(op, graph) for op in tree.ops[unit])}
+    ops_in = graph.index.ops_in
+    weighty = {unit for unit in units if any(_has_parameter(op, graph) for op in ops_in[unit])}
     order: list[str] = []
     groups: dict[str, list[Op]] = {}
     early: list[Op] = []

@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import AliasPath, BaseModel, Field, ValidationError
 
 from autopar.planner.cluster.tool_output import fields_in
 from autopar.planner.errors import InputError
@@ -255,26 +255,14 @@ class _Condition(BaseModel):
     reason: str = ""
 
 
-class _JobSetStatus(BaseModel):
-    conditions: list[_Condition] = []
-    restarts: int = 0
-
-
-class _Metadata(BaseModel):
-    name: str
-
-
 class _JobSet(BaseModel):
-    metadata: _Metadata
-    status: _JobSetStatus = _JobSetStatus()
-
-
-class _PodStatus(BaseModel):
-    phase: str = "Unknown"
+    name: str = Field(validation_alias=AliasPath("metadata", "name"))
+    conditions: list[_Condition] = Field([], validation_alias=AliasPath("status", "conditions"))
+    restarts: int = Field(0, validation_alias=AliasPath("status", "restarts"))
 
 
 class _Pod(BaseModel):
-    status: _PodStatus = _PodStatus()
+    phase: str = Field("Unknown", validation_alias=AliasPath("status", "phase"))
 
 
 class _Pods(BaseModel):
@@ -299,13 +287,13 @@ def jobset_in(jobset: str, pods: str) -> ScheduledJob:
         found, own = _JobSet.model_validate_json(jobset), _Pods.model_validate_json(pods)
     except ValidationError as error:
         raise InputError(f"kubectl's answer cannot be read: {error.errors()[0]['msg']}") from None
-    phases = [one.status.phase for one in own.items]
-    holding = [one for one in found.status.conditions if one.status == "True"]
+    phases = [one.phase for one in own.items]
+    holding = [one for one in found.conditions if one.status == "True"]
     return ScheduledJob(
-        name=found.metadata.name,
+        name=found.name,
         state=_jobset_state({one.type: one.reason for one in holding}, phases),
         reason=holding[-1].reason if holding else "",
-        restarts=found.status.restarts,
+        restarts=found.restarts,
         nodes=", ".join(f"{phases.count(one)} {one}" for one in dict.fromkeys(phases)),
         seconds_left=None,
         folder=None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -246,128 +247,117 @@ def named(
     graph: Graph, dims: Mapping[str, tuple[Dim, ...]], unifier: Unifier, hints: list[Hint]
 ) -> tuple[dict[str, str], dict[Dim, str]]:
     """Return the names of all axes, and the names of concatenations whose parts have no names."""
-    proposals = [*_input_hints(graph, dims), *hints]
-    chosen: dict[str, str] = {}
-    wholes: dict[Dim, str] = {}
-    seen: dict[str, set[str]] = {}
-    for hint in sorted(proposals, key=lambda hint: -hint.rank):
-        _propose(hint.dim, hint.name, unifier, chosen, wholes)
-        for leaf in _free(hint.dim, unifier):
-            seen.setdefault(leaf.name, set()).add(hint.name)
-    _name_vocabularies(seen, chosen, {leaf.name: leaf.size for leaf in _every(dims, unifier)})
+    naming = _Naming(graph, dims, unifier)
+    naming.choose([*naming.input_hints(), *hints])
     wholes = {
         dim: name
-        for dim, name in wholes.items()
-        if not all(leaf.name in chosen for leaf in leaves(dim))  # the names of the parts say more
+        for dim, name in naming.wholes.items()
+        # otherwise the names of the parts say more
+        if not all(leaf.name in naming.chosen for leaf in leaves(dim))
     }
-    inner = {leaf.name for dim in wholes for leaf in leaves(dim)}
-    _name_inner_axes(graph, dims, unifier, chosen, inner)
-    return _numbered(dims, unifier, chosen), wholes
+    naming.name_inner_axes({leaf.name for dim in wholes for leaf in leaves(dim)})
+    return naming.numbered(), wholes
 
 
-def _name_vocabularies(
-    seen: Mapping[str, set[str]], chosen: dict[str, str], sizes: Mapping[str, Extent]
-) -> None:
-    """Rename an axis `classes` to `vocab` if it indexes a look-up table, or has a vocab's size."""
-    for leaf, names in seen.items():
-        if {"positions", "classes"} <= names and chosen[leaf] in ("positions", "classes"):
-            chosen[leaf] = "vocab"
-    vocabularies = {sizes[leaf] for leaf, name in chosen.items() if name == "vocab"}
-    for leaf, name in chosen.items():
-        if name == "classes" and sizes[leaf] in vocabularies:
-            chosen[leaf] = "vocab"
+class _Naming:
+    """The names chosen so far: of axes, and of whole concatenations."""
 
+    def __init__(self, graph: Graph, dims: Mapping[str, tuple[Dim, ...]], unifier: Unifier) -> None:
+        self.graph, self.unifier = graph, unifier
+        self.dims = {name: tuple(map(unifier.resolved, own)) for name, own in dims.items()}
+        self.every = [leaf for own in self.dims.values() for dim in own for leaf in leaves(dim)]
+        self.chosen: dict[str, str] = {}
+        self.wholes: dict[Dim, str] = {}
 
-def _every(dims: Mapping[str, tuple[Dim, ...]], unifier: Unifier) -> Iterator[Leaf]:
-    for own in dims.values():
-        for dim in own:
-            yield from leaves(unifier.resolved(dim))
+    def input_hints(self) -> Iterator[Hint]:
+        """Yield the names that follow from the dtypes and shapes of the inputs."""
+        for name in self.graph.inputs:
+            tensor, own = self.graph.tensors[name], self.dims[name]
+            if own:
+                yield Hint(dim=own[0], name="batch", rank=_RANKS["batch"])
+            if tensor.dtype.startswith("int") and len(own) > 1:
+                yield Hint(dim=own[1], name="seq", rank=_RANKS["seq"])
+            if not tensor.dtype.startswith("int") and len(own) == 4:
+                for dim, word in zip(own[1:], ("channels", "height", "width"), strict=True):
+                    yield Hint(dim=dim, name=word, rank=_RANKS[word])
 
+    def choose(self, hints: Iterable[Hint]) -> None:
+        """Choose names by hints, those of the highest rank first."""
+        seen: dict[str, set[str]] = {}
+        for hint in sorted(hints, key=lambda hint: -hint.rank):
+            self._propose(hint.dim, hint.name)
+            for leaf in self._free(hint.dim):
+                seen.setdefault(leaf.name, set()).add(hint.name)
+        self._name_vocabularies(seen)
 
-def _input_hints(graph: Graph, dims: Mapping[str, tuple[Dim, ...]]) -> Iterator[Hint]:
-    for name in graph.inputs:
-        tensor, own = graph.tensors[name], dims[name]
-        if own:
-            yield Hint(dim=own[0], name="batch", rank=_RANKS["batch"])
-        if tensor.dtype.startswith("int") and len(own) > 1:
-            yield Hint(dim=own[1], name="seq", rank=_RANKS["seq"])
-        if not tensor.dtype.startswith("int") and len(own) == 4:
-            for dim, word in zip(own[1:], ("channels", "height", "width"), strict=True):
-                yield Hint(dim=dim, name=word, rank=_RANKS[word])
+    def _propose(self, dim: Dim, name: str) -> None:
+        """Name an axis, or the only axis in a product that has no name, or a concatenation."""
+        top, chosen = self.unifier.structure(dim), self.chosen
+        if isinstance(top, Leaf):
+            chosen.setdefault(top.name, name)
+        elif isinstance(top, FlattenedDims):
+            factors = [self.unifier.structure(factor) for factor in top.factors]
+            unnamed = [leaf for leaf in self._free(top) if leaf.name not in chosen]
+            if len(unnamed) == 1:
+                chosen[unnamed[0].name] = name
+            elif (
+                len(unnamed) == 2 and name == "heads" and all(isinstance(f, Leaf) for f in factors)
+            ):
+                chosen[unnamed[0].name], chosen[unnamed[1].name] = "kv_heads", "group"
+            joined = [f for f in factors if isinstance(f, Concat)]
+            if not unnamed and len(joined) == 1:  # heads of ALiBi: its slopes are concatenated
+                self.wholes.setdefault(self.unifier.resolved(joined[0]), name)
+        elif name in _SHARED_WITH_PARTS:
+            for part in top.parts:
+                self._propose(part, name)
+        else:
+            self.wholes.setdefault(self.unifier.resolved(top), name)
 
+    def _free(self, dim: Dim) -> list[Leaf]:
+        """Return the free leaves in a product, or a dim that is a free leaf itself."""
+        top = self.unifier.structure(dim)
+        if isinstance(top, Leaf):
+            return [top]
+        factors = top.factors if isinstance(top, FlattenedDims) else ()
+        return [leaf for factor in factors for leaf in self._free(factor)]
 
-def _propose(
-    dim: Dim, name: str, unifier: Unifier, chosen: dict[str, str], wholes: dict[Dim, str]
-) -> None:
-    """Name an axis, or the only axis in a product that has no name, or a concatenation."""
-    top = unifier.structure(dim)
-    if isinstance(top, Leaf):
-        chosen.setdefault(top.name, name)
-    elif isinstance(top, FlattenedDims):
-        unnamed = [leaf for leaf in _free(top, unifier) if leaf.name not in chosen]
-        whole = all(isinstance(unifier.structure(f), Leaf) for f in top.factors)
-        if len(unnamed) == 1:
-            chosen[unnamed[0].name] = name
-        elif len(unnamed) == 2 and name == "heads" and whole:
-            chosen[unnamed[0].name], chosen[unnamed[1].name] = "kv_heads", "group"
-        joined = [f for f in map(unifier.structure, top.factors) if isinstance(f, Concat)]
-        if not unnamed and len(joined) == 1:  # heads of ALiBi: its slopes are concatenated
-            wholes.setdefault(unifier.resolved(joined[0]), name)
-    elif name in _SHARED_WITH_PARTS:
-        for part in top.parts:
-            _propose(part, name, unifier, chosen, wholes)
-    else:
-        wholes.setdefault(unifier.resolved(top), name)
+    def _name_vocabularies(self, seen: Mapping[str, set[str]]) -> None:
+        """Rename an axis `classes` to `vocab` if it indexes a table, or has a vocab's size."""
+        chosen, sizes = self.chosen, {leaf.name: leaf.size for leaf in self.every}
+        for leaf, names in seen.items():
+            if {"positions", "classes"} <= names and chosen[leaf] in ("positions", "classes"):
+                chosen[leaf] = "vocab"
+        vocabularies = {sizes[leaf] for leaf, name in chosen.items() if name == "vocab"}
+        for leaf, name in chosen.items():
+            if name == "classes" and sizes[leaf] in vocabularies:
+                chosen[leaf] = "vocab"
 
+    def name_inner_axes(self, excluded: set[str]) -> None:
+        """Name an axis ffn if two weights share it, and each also has the model's width."""
+        shared = Counter[str]()
+        for parameter in self.graph.parameters:
+            own = self.dims[parameter.name]
+            found = {leaf.name for dim in own for leaf in leaves(dim)}
+            is_wide = any(self.chosen.get(one) in ("embed", "channels", "ffn") for one in found)
+            if is_wide and len(own) > 1:
+                shared.update(found - self.chosen.keys() - excluded)
+        self.chosen.update({name: "ffn" for name, count in shared.items() if count > 1})
 
-def _free(dim: Dim, unifier: Unifier) -> list[Leaf]:
-    """Return the free leaves in a product, or a dim that is a free leaf itself."""
-    top = unifier.structure(dim)
-    if isinstance(top, Leaf):
-        return [top]
-    if isinstance(top, FlattenedDims):
-        return [leaf for factor in top.factors for leaf in _free(factor, unifier)]
-    return []
+    def numbered(self) -> dict[str, str]:
+        """Name every axis; if axes of different sizes have one name, later ones get numbers.
 
-
-def _name_inner_axes(
-    graph: Graph,
-    dims: Mapping[str, tuple[Dim, ...]],
-    unifier: Unifier,
-    chosen: dict[str, str],
-    excluded: set[str],
-) -> None:
-    """Name an axis ffn if two weights share it, and each also has the model's width."""
-    shared: dict[str, int] = {}
-    for parameter in graph.parameters:
-        resolved = [unifier.resolved(dim) for dim in dims[parameter.name]]
-        found = [leaf.name for dim in resolved for leaf in leaves(dim)]
-        if any(chosen.get(name) in ("embed", "channels", "ffn") for name in found):
-            for name in set(found):
-                if name not in chosen and name not in excluded and len(resolved) > 1:
-                    shared[name] = shared.get(name, 0) + 1
-    chosen.update({name: "ffn" for name, count in shared.items() if count > 1})
-
-
-def _numbered(
-    dims: Mapping[str, tuple[Dim, ...]], unifier: Unifier, chosen: dict[str, str]
-) -> dict[str, str]:
-    """Name every axis; if axes of different sizes have one name, those after the first get numbers.
-
-    An axis without a name is called by its size.
-    """
-    numbers: dict[str, list[str]] = {}
-    names: dict[str, str] = {}
-    for leaf in _every(dims, unifier):
-        if leaf.name in names:
-            continue
-        name = chosen.get(leaf.name)
-        if name is None:
-            names[leaf.name] = str(leaf.size)
-            continue
-        sizes = numbers.setdefault(name, [])
-        if str(leaf.size) not in sizes:
-            sizes.append(str(leaf.size))
-        index = sizes.index(str(leaf.size))
-        names[leaf.name] = f"{name}_{index + 1}" if index else name
-    return names
+        An axis without a name is called by its size.
+        """
+        numbers: dict[str, list[str]] = {}
+        names: dict[str, str] = {}
+        for leaf in dict.fromkeys(self.every):
+            name = self.chosen.get(leaf.name)
+            if name is None:
+                names[leaf.name] = str(leaf.size)
+                continue
+            sizes = numbers.setdefault(name, [])
+            if str(leaf.size) not in sizes:
+                sizes.append(str(leaf.size))
+            index = sizes.index(str(leaf.size))
+            names[leaf.name] = f"{name}_{index + 1}" if index else name
+        return names

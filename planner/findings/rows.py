@@ -7,7 +7,7 @@ of a sort with a tensor in another order.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from autopar.planner.findings.loss import (
     Follows,
@@ -32,10 +32,8 @@ def norm_of_rows(graph: Graph) -> Op | None:
     cannot: the first one is normalised, and perhaps through its backward, before the next begins.
     """
     for op in graph.ops:
-        if takes_statistics(op):
-            shape = graph.tensors[op.inputs[0]].shape
-            if any(not size.is_constant for size in shape):
-                return op
+        if takes_statistics(op) and _varying(graph, op.inputs[0]):
+            return op
     return None
 
 
@@ -142,13 +140,8 @@ class _OrderReader:
         return shape[0] if shape and not shape[0].is_constant else None
 
     def _mix(self, *names: str) -> None:
-        self.mixed.update(filter(None, self._sorts_of(names)))
-
-    def _sorts_of(self, names: tuple[str, ...]) -> Iterator[str]:
-        for name in names:
-            yield self.order.get(name, _NATURAL)
-            yield self.places.get(name, _NATURAL)
-            yield self.ways_back.get(name, _NATURAL)
+        sorts = (self.order, self.places, self.ways_back)
+        self.mixed.update(own[name] for own in sorts for name in names if own.get(name))
 
 
 _ALONG = (OpKind.ALONG, OpKind.SOFTMAX, OpKind.SORT, OpKind.ARGSORT)
@@ -194,15 +187,11 @@ def _shares_result(op: Op, graph: Graph, of_parts: Mapping[str, Follows]) -> boo
     A gradient (`torch.autograd.grad`) of a sum over rows does not: each row's part of it depends on
     that row alone. A gradient of a mean does, because it contains the number of rows.
     """
-    if kind_of(op) is OpKind.GRADIENT and _is_of_sum(op, of_parts):
+    added = (Follows.ALIKE, Follows.ROWS, Follows.SUM)
+    if kind_of(op) is OpKind.GRADIENT and all(of_parts[name] in added for name in op.inputs):
         return False
     is_shared = any(of_parts[name] not in (Follows.ALIKE, Follows.ROWS) for name in op.inputs)
     return is_shared and any(_varying(graph, name) for name in (*op.inputs, *op.outputs))
-
-
-def _is_of_sum(op: Op, of_parts: Mapping[str, Follows]) -> bool:
-    added = (Follows.ALIKE, Follows.ROWS, Follows.SUM)
-    return all(of_parts[name] in added for name in op.inputs)
 
 
 def _uses_row_count(op: Op, graph: Graph, of_parts: Mapping[str, Follows]) -> bool:
@@ -297,9 +286,7 @@ def drawn_once(graph: Graph) -> Op | None:
 
     Examples are a dropped layer, noise that is added to a weight, dropout of a weight.
     """
-    return next((op for op in graph.ops if is_random(op) and not _has_rows(op, graph)), None)
-
-
-def _has_rows(op: Op, graph: Graph) -> bool:
-    sizes = (size for name in op.outputs for size in graph.tensors[name].shape)
-    return any(not size.is_constant for size in sizes)
+    for op in graph.ops:
+        if is_random(op) and not any(_varying(graph, name) for name in op.outputs):
+            return op
+    return None

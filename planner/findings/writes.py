@@ -228,18 +228,15 @@ def _hindrance(layer: Layer, graph: Graph, writers: Mapping[str, Op]) -> Hindran
     return None
 
 
-def _recurrent(layer: Layer) -> Op | None:
-    """Return the first LSTM, GRU or RNN, or None; their kernels overwrite products with gates."""
-    return next((op for op in layer.ops if kind_of(op) is OpKind.RECURRENT), None)
-
-
 def _written_result(
     layer: Layer, graph: Graph, writers: Mapping[str, Op], mode: Recompute
 ) -> Hindrance | None:
     """Return why a layer cannot have a mode: an op writes into a result that the mode saves."""
     if mode.saved_ops is None:
         return None
-    op = _recurrent(layer) or _writer_into_saved(layer, graph, writers, mode)
+    # kernels of an LSTM, GRU or RNN overwrite products with gates
+    recurrent = (op for op in layer.ops if kind_of(op) is OpKind.RECURRENT)
+    op = next(recurrent, None) or _writer_into_saved(layer, graph, writers, mode)
     if op is None:
         return None
     why = f"{op.name} writes into the result of an op, which {mode} recomputation would save"

@@ -88,13 +88,11 @@ class Symbols:
         return self.counters.get(symbol, name) if is_multiple else name
 
     def _read(self, expression: Any) -> Extent:
-        samples = [self._value(expression, _SAMPLE * k) for k in range(1, _MAX_POWER + 2)]
         if self.fixed_batch is not None:
-            return Extent.of(self._value(expression, self.fixed_batch))
-        return _interpolated([_SAMPLE * k for k in range(1, _MAX_POWER + 2)], samples, expression)
-
-    def _value(self, expression: Any, batch: int) -> int:
-        return int(self._replaced(expression, batch))
+            return Extent.of(int(self._replaced(expression, self.fixed_batch)))
+        batches = [_SAMPLE * k for k in range(1, _MAX_POWER + 2)]
+        values = [int(self._replaced(expression, batch)) for batch in batches]
+        return _interpolated(batches, values, expression)
 
     def _replaced(self, expression: Any, batch: int) -> Any:
         values = {symbol: self._symbol(symbol, batch) for symbol in expression.free_symbols}
