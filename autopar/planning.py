@@ -21,8 +21,8 @@ from autopar.planner.files import refuse_replacing
 from autopar.planner.model.functions import DATA_READS
 from autopar.planner.model.guard import folder_from
 from autopar.planner.model.model_file import load_model_file, model_path, split_spec
-from autopar.planner.plan.declared.constraints import Constraints, without_recompute
-from autopar.planner.plan.declared.limits import rows_at_once
+from autopar.planner.plan.declared.constraints import Constraints
+from autopar.planner.plan.declared.limits import rows_at_once, without_recompute
 from autopar.planner.plan.files.cache import (
     NO_CACHE,
     Cache,

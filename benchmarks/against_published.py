@@ -163,10 +163,12 @@ def _published(
     found = _solved(explorer, arrangement, modes)
     if found is not None:
         return explorer, found, 0
-    found = _solved(explorer.within(_ENDLESS_BYTES, explorer.objective), arrangement, modes)
+    found = _solved(
+        explorer.within(_ENDLESS_BYTES, explorer.constraints.objective), arrangement, modes
+    )
     assert found is not None, "layers find a place in endless memory"
     needed = found.prediction.peak_memory.device_bytes
-    return explorer.within(needed, explorer.objective), found, needed
+    return explorer.within(needed, explorer.constraints.objective), found, needed
 
 
 def _solved(

@@ -112,21 +112,15 @@ def _head(plan: StoredPlan) -> Text:
     return Text.assemble((model, "bold"), "\n", "\n".join(lines), "\n")
 
 
-_WANTED = {
-    Objective.STEP_TIME: "the shortest step",
-    Objective.MEMORY: "the least memory on the fullest device",
-    Objective.COST: "the cheapest step",
-}
-
-
 def _wanted(plan: StoredPlan) -> str:
     """Return the objective in words, with the options that set it."""
     objective = Objective(plan.objective)
     tolerance = constraints_of(plan.constraints).tolerance
-    if objective is Objective.MEMORY or not tolerance:
-        return f"{_WANTED[objective]} (--objective)"
-    least = "the cheapest" if objective is Objective.COST else "the shortest"
-    within = f"the simplest plan whose step is at most {100 * tolerance:.3g}% longer than {least}"
+    if objective.memory_alone or not tolerance:
+        return f"{objective.words} (--objective)"
+    within = (
+        f"the simplest plan whose step is at most {100 * tolerance:.3g}% longer than the shortest"
+    )
     return f"{within} (--objective, --tolerance)"
 
 
@@ -291,8 +285,10 @@ def _plan_words(point: CurvePoint) -> str:
 
 def _marks(point: CurvePoint, curve: Curve) -> Iterator[str]:
     for name, one in (
-        ("knee", curve.knee), ("fastest", curve.fastest), ("cheapest", curve.cheapest),
-    ):  # fmt: skip
+        ("knee", curve.knee),
+        ("fastest", curve.best(Objective.STEP_TIME)),
+        ("cheapest", curve.best(Objective.COST)),
+    ):
         if one is point:
             yield name
 

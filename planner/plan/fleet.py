@@ -71,10 +71,9 @@ class CurvePoint:
         """The cost per time: US dollars, or the number of devices if one has no price."""
         return self.plan.machines.usd_per_hour or float(self.devices)
 
-    @property
-    def step_cost(self) -> float:
-        """The cost of a step, in a unit that all points of a curve share."""
-        return self.rate * self.step_seconds
+    def value(self, objective: Objective) -> float:
+        """Return what an objective minimises; costs are in a unit that all points share."""
+        return objective.minimised(self.plan.prediction, self.rate)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,17 +91,17 @@ class Curve:
         1989), where efficiency ÷ time is greatest. Below it, a step that is 1 % shorter costs less
         than 1 % more; above it, more.
         """
-        return min(self.points, key=lambda one: (one.step_cost * one.step_seconds, one.devices))
 
-    @property
-    def fastest(self) -> CurvePoint:
-        """The point with the shortest step."""
-        return min(self.points, key=lambda one: (one.step_seconds, one.devices))
+        def cost_times_seconds(one: CurvePoint) -> tuple[float, int]:
+            return one.value(Objective.COST) * one.step_seconds, one.devices
 
-    @property
-    def cheapest(self) -> CurvePoint:
-        """The point with the cheapest step."""
-        return min(self.points, key=lambda one: (one.step_cost, one.step_seconds))
+        return min(self.points, key=cost_times_seconds)
+
+    def best(self, objective: Objective) -> CurvePoint:
+        """Return the best point for an objective; of equally good ones the fastest."""
+        return min(
+            self.points, key=lambda one: (one.value(objective), one.step_seconds, one.devices)
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,17 +169,12 @@ def choose(curve: Curve, constraints: Constraints) -> ChosenPoint:
     _check_prices(curve, constraints)
     left = _affordable(_in_time(curve.points, constraints), constraints)
     declared = {one.field for one in constraints.declared}
-    rest = Curve(trials=curve.trials, points=tuple(left))
-    if constraints.objective is Objective.MEMORY:
-        point = min(left, key=lambda one: one.plan.prediction.peak_memory.device_bytes)
-        return ChosenPoint(point=point, why="the one of least memory")
-    is_limited = "deadline_seconds" in declared or "budget_usd" in declared
-    by_cost = constraints.objective is Objective.COST
-    if by_cost or ("deadline_seconds" in declared and "objective" not in declared):
-        return ChosenPoint(point=rest.cheapest, why=f"the cheapest{_limits(constraints)}")
-    if is_limited or "objective" in declared:
-        return ChosenPoint(point=rest.fastest, why=f"the fastest{_limits(constraints)}")
-    return ChosenPoint(point=rest.knee, why="the knee", is_knee=True)
+    if declared.isdisjoint(("objective", "deadline_seconds", "budget_usd")):
+        return ChosenPoint(point=curve.knee, why="the knee", is_knee=True)
+    is_by_cost = "deadline_seconds" in declared and "objective" not in declared
+    objective = Objective.COST if is_by_cost else constraints.objective
+    point = Curve(trials=curve.trials, points=tuple(left)).best(objective)
+    return ChosenPoint(point=point, why=f"{objective.best}{_limits(constraints)}")
 
 
 def _check_prices(curve: Curve, constraints: Constraints) -> None:

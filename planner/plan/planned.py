@@ -17,7 +17,6 @@ from autopar.planner.layers import Layers, find_layers, float8_linears
 from autopar.planner.plan.declared.constraints import (
     Constraints,
     Declared,
-    Objective,
     check_names,
 )
 from autopar.planner.plan.declared.limits import check_tokens, with_batch, with_optimizer
@@ -336,7 +335,7 @@ def _is_rented(cluster: Cluster, training: Training) -> bool:
     matter.
     """
     is_cpu = any(node.device.is_cpu for node in cluster.nodes)
-    return not is_cpu and training.constraints.objective is not Objective.MEMORY
+    return not is_cpu and not training.constraints.objective.memory_alone
 
 
 _GREATEST = 65_504  # the largest number of fp16

@@ -147,7 +147,7 @@ def _decision(
     barring: Sequence[Declared],
 ) -> str:
     """Return the constraint or term that decides between two plans."""
-    is_of_memory = plan.objective == Objective.MEMORY.value
+    is_of_memory = Objective(plan.objective).memory_alone
     worse = memory_bytes if is_of_memory else sum(seconds for _, seconds in terms)
     if worse == 0:
         return "nothing decides: the plan is the simpler one"

@@ -71,12 +71,10 @@ class BoundKind(IntEnum):
 
 
 class Bounds:
-    """Lower bounds, under one objective, of all plans below a node of the search."""
+    """Lower bounds of the step of all plans below a node of the search."""
 
-    def __init__(self, questions: Questions, objective: Objective) -> None:
-        self.questions, self.costing, self.objective = questions, questions.costing, objective
-        subject = self.costing.subject
-        self.state = state_of(subject.graph.parameters, self.costing.precision)
+    def __init__(self, questions: Questions) -> None:
+        self.questions, self.costing = questions, questions.costing
         self._least: dict[tuple[int, Compile, RowShare], LeastLayers] = {}
         self._facts: dict[tuple[LayerKey, RankKinds], LayoutFacts] = {}
         self._of_any: dict[tuple[LayerKey, RankKinds], LayoutFacts] = {}
@@ -85,10 +83,6 @@ class Bounds:
 
     def of_point(self, point: Arrangement) -> float:
         """Return a lower bound of all variants of a point, in any layouts."""
-        if self.objective is Objective.MEMORY:
-            kinds = product(Zero, Offload)
-            every = [replace(point, zero=level, offload=offload) for level, offload in kinds]
-            return float(min(map(self.least_memory, every)))
         least = [[self.least_on(point, one) for one in own] for own in self.questions.kinds(point)]
         slowest = min(max(one.bottleneck_seconds(point.pipeline) for one in own) for own in least)
         through = min(max(one.through_seconds for one in own) for own in least)
@@ -124,20 +118,16 @@ class Bounds:
     def unsolved(self, arrangement: Arrangement) -> float:
         """Return a lower bound within the memory, before any layouts are solved."""
         rooms = self._rooms(arrangement)
-        best = self._bound(arrangement, self.of_least(arrangement), rooms)
-        return self._of_objective(arrangement, best)
+        return self._bound(arrangement, self.of_least(arrangement), rooms)
 
     def without_memory(self, arrangement: Arrangement) -> float:
         """Return a lower bound without memory limits."""
-        if self.objective is Objective.MEMORY:
-            return float(self.least_memory(arrangement))
         return self._bound(arrangement, self.of_any(arrangement), None)
 
     def within_memory(self, arrangement: Arrangement) -> float:
         """Return a lower bound within the memory, in any layouts; infinite if nothing fits."""
         rooms = self._rooms(arrangement)
-        best = self._bound(arrangement, self.of_any(arrangement), rooms)
-        return self._of_objective(arrangement, best)
+        return self._bound(arrangement, self.of_any(arrangement), rooms)
 
     def of_variant(self, arrangement: Arrangement) -> float:
         """Return a lower bound in the solved layouts; infinite if nothing fits."""
@@ -152,18 +142,12 @@ class Bounds:
             best = min([best, *(self.of_solution(arrangement, number) for number in others)])
         else:  # all layers together fit into the memory, but whole stages may not
             best = min(best, self.without_memory(arrangement))
-        return self._of_objective(arrangement, best)
+        return best
 
     def of_solution(self, arrangement: Arrangement, solution: int) -> float:
         """Return a lower bound in the layouts of one solution; infinite if nothing fits."""
         rooms = self._rooms(arrangement)
         return self._bound(arrangement, self.facts(arrangement, solution), rooms)
-
-    def _of_objective(self, arrangement: Arrangement, least_seconds: float) -> float:
-        """Return the lower bound of the objective, from the step's; infinite if nothing fits."""
-        if self.objective is Objective.MEMORY and least_seconds < float("inf"):
-            return float(self.least_memory(arrangement))
-        return least_seconds
 
     def _bound(self, arrangement: Arrangement, facts: LayoutFacts, rooms: Rooms | None) -> float:
         """Return the lower bound of a step in some layouts.
@@ -228,15 +212,6 @@ class Bounds:
             self._bottlenecks[key] = least_bottleneck_seconds(shared, room)
         return self._bottlenecks[key]
 
-    def least_state(self, arrangement: Arrangement) -> int:
-        """Return a tensor rank's bytes of all parameters, gradients and states under ZeRO."""
-        return reduced_state_bytes(self.state, arrangement) // arrangement.tensor
-
-    def least_memory(self, arrangement: Arrangement) -> int:
-        """Return the least memory of an arrangement's fullest rank."""
-        held = self.least_state(arrangement) // arrangement.pipeline
-        return self.questions.constants.context_bytes + held
-
     def facts(self, arrangement: Arrangement, solution: int) -> LayoutFacts:
         """Return the facts of one layout solution, each at its minimum over devices."""
         key = layer_key(arrangement, solution), self.questions.kinds(arrangement)
@@ -273,6 +248,36 @@ class Bounds:
 
     def _row(self, inside: LayerKey, kinds: RankKinds) -> tuple[Modes, ...]:
         return lightest([self.costing.slowest_rows(inside, own) for own in kinds])
+
+
+class MemoryBounds(Bounds):
+    """Lower bounds of the memory of the fullest rank of all plans below a node of the search."""
+
+    def __init__(self, questions: Questions) -> None:
+        super().__init__(questions)
+        self._state = state_of(self.costing.subject.graph.parameters, self.costing.precision)
+
+    def of_point(self, point: Arrangement) -> float:
+        """Return a lower bound of all variants of a point, in any layouts."""
+        kinds = product(Zero, Offload)
+        return min(
+            self._least_bytes(replace(point, zero=level, offload=offload))
+            for level, offload in kinds
+        )
+
+    def of_kind(self, kind: BoundKind, arrangement: Arrangement) -> float:
+        """Return a lower bound of an arrangement; infinite if nothing fits into the memory."""
+        fits = super().of_kind(kind, arrangement) < float("inf")
+        return self._least_bytes(arrangement) if fits else float("inf")
+
+    def _least_bytes(self, arrangement: Arrangement) -> float:
+        held = reduced_state_bytes(self._state, arrangement) // arrangement.tensor
+        return float(self.questions.constants.context_bytes + held // arrangement.pipeline)
+
+
+def bounds_of(questions: Questions, objective: Objective) -> Bounds:
+    """Return the bounds of what an objective minimises."""
+    return MemoryBounds(questions) if objective.memory_alone else Bounds(questions)
 
 
 def must_recompute(bounds: Bounds, arrangement: Arrangement) -> bool:

@@ -10,11 +10,11 @@ from enum import StrEnum
 from fnmatch import fnmatchcase
 from itertools import accumulate
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Self
 
 from autopar.planner.axes.infer import GraphAxes
 from autopar.planner.cluster.toml_reading import FIGURE
-from autopar.planner.costs.prediction import Arrangement, Offload, Recompute, Zero
+from autopar.planner.costs.prediction import Arrangement, Offload, Prediction, Recompute, Zero
 from autopar.planner.costs.schedules.table import ScheduleKind
 from autopar.planner.errors import InputError
 from autopar.planner.graph.graph import Graph
@@ -92,9 +92,32 @@ def _read(value: object, units: Mapping[str, float], *, where: str, expected: st
 class Objective(StrEnum):
     """The quantity that the best plan minimises."""
 
-    STEP_TIME = "step-time"
-    MEMORY = "memory"
-    COST = "cost"
+    _value_: str
+    words: str  # of the least value
+    best: str  # words of the plan that has it
+    memory_alone: bool  # memory counts, however long a step takes: no plan is about as good
+    minimised: Callable[[Prediction, float], float]  # the float: what a second costs
+
+    # fmt: off
+    STEP_TIME = (
+        "step-time", "the shortest step", "the fastest", False, lambda plan, _: plan.step_seconds,
+    )
+    MEMORY = (
+        "memory", "the least memory on the fullest device", "the one of least memory", True,
+        lambda plan, _: plan.peak_memory.device_bytes,
+    )
+    COST = (
+        "cost", "the cheapest step", "the cheapest", False,
+        lambda plan, second: second * plan.step_seconds,
+    )
+    # fmt: on
+
+    def __new__(cls, name: str, *row: Any) -> Self:
+        """Return an objective with the columns of its row."""
+        one = str.__new__(cls, name)
+        one._value_ = name
+        one.words, one.best, one.memory_alone, one.minimised = row
+        return one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -283,6 +306,8 @@ def allows(constraints: Constraints, arrangement: Arrangement) -> bool:
     limits = ((name, getattr(constraints, f"max_{name}")) for name in _LIMITS)
     below = all(most is None or getattr(arrangement, name) <= most for name, most in limits)
     buckets = constraints.bucket_bytes
+    # each element of a parameter is updated by one data rank alone
+    is_shared_out = arrangement.zero.divides_optimizer and arrangement.shard == arrangement.data
     return (
         pinned
         and below
@@ -294,7 +319,7 @@ def allows(constraints: Constraints, arrangement: Arrangement) -> bool:
         and arrangement.offload in constraints.offloads
         and constraints.global_batch in (None, arrangement.global_batch)
         and (arrangement.microbatches == 1 or not constraints.one_microbatch)
-        and (_steps_once(arrangement) or not constraints.steps_once)
+        and (is_shared_out or arrangement.data == 1 or not constraints.steps_once)
         and (arrangement.compression in compressions(constraints) or arrangement.data == 1)
         and (not buckets or arrangement.bucket_bytes in buckets)
         and arrangement.sync_every in local_steps(constraints)
@@ -315,28 +340,6 @@ def compressions(constraints: Constraints) -> tuple[Compression, ...]:
     """Return how gradients may be compressed, without repetition."""
     by_name = (one for one in Compression if one.value in constraints.allowed)
     return tuple(dict.fromkeys((*constraints.compression, *by_name)))
-
-
-def _steps_once(arrangement: Arrangement) -> bool:
-    """Whether each element of a parameter is updated by only one data rank."""
-    is_shared_out = arrangement.zero.divides_optimizer and arrangement.shard == arrangement.data
-    return arrangement.data == 1 or is_shared_out
-
-
-def without_recompute(
-    constraints: Constraints, modules: Iterable[str], *, origin: str
-) -> Constraints | None:
-    """Return the constraints with recompute none for these modules; None if a rule forbids that."""
-    added = []
-    for path in modules:
-        modes = [pin.mode for pin in constraints.recompute if covers(pin.modules, path)]
-        if modes and modes[-1].wraps_layers:
-            return None
-        rule = RecomputePin(modules=path, mode=Recompute.NONE)
-        text = f"recompute none in {path}"
-        place = f"recompute {path}"
-        added.append(Declared(place=place, field="recompute", value=rule, text=text, origin=origin))
-    return constraints_of((*constraints.declared, *added))
 
 
 def covers(modules: str, path: str) -> bool:
@@ -379,17 +382,11 @@ def _faults(one: Declared, graph: Graph, axes: GraphAxes, *, layers: int) -> Ite
     if not any(covers(rule.modules, path) for path in paths):
         yield f"the model has no module {rule.modules!r}{_hint(rule.modules, paths)}"
     if isinstance(rule, SplitRule):
-        known = axis_names(axes)
+        known = tuple(sorted({name for name in axes.names.values() if not name.isdigit()}))
         if rule.axis not in known:
             yield f"the model has no axis {rule.axis!r}{_hint(rule.axis, known)}"
     if isinstance(rule, StagePin) and rule.stage >= layers:
         yield f"there is no stage {rule.stage}: {layers} layers make at most as many stages"
-
-
-def axis_names(axes: GraphAxes) -> tuple[str, ...]:
-    """Return the names of the axes, without those that only have a number."""
-    named = {name for name in axes.names.values() if not name.isdigit()}
-    return tuple(sorted(named))
 
 
 def _hint(name: str, known: tuple[str, ...]) -> str:

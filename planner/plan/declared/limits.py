@@ -8,7 +8,7 @@ from math import ceil, prod
 from typing import Any
 
 from autopar.planner.cluster.cluster import Cluster
-from autopar.planner.costs.prediction import Offload, Zero
+from autopar.planner.costs.prediction import Offload, Recompute, Zero
 from autopar.planner.errors import InfeasibleError, InputError
 from autopar.planner.findings import OptimizerTraits, Reach
 from autopar.planner.findings.rows import meeting_rows, norm_of_rows
@@ -17,7 +17,9 @@ from autopar.planner.graph.ops import GradientUse, Op, OwnGradient
 from autopar.planner.plan.declared.constraints import (
     Constraints,
     Declared,
+    RecomputePin,
     constraints_of,
+    covers,
     local_steps,
 )
 from autopar.planner.precision import Allowed
@@ -364,3 +366,19 @@ def check_tokens(constraints: Constraints, *, tokens_per_row: int) -> None:
             where=own.origin,
             fix="--samples says how many rows it trains on",
         )
+
+
+def without_recompute(
+    constraints: Constraints, modules: Iterable[str], *, origin: str
+) -> Constraints | None:
+    """Return the constraints with recompute none for these modules; None if a rule forbids that."""
+    added = []
+    for path in modules:
+        modes = [pin.mode for pin in constraints.recompute if covers(pin.modules, path)]
+        if modes and modes[-1].wraps_layers:
+            return None
+        rule = RecomputePin(modules=path, mode=Recompute.NONE)
+        text = f"recompute none in {path}"
+        place = f"recompute {path}"
+        added.append(Declared(place=place, field="recompute", value=rule, text=text, origin=origin))
+    return constraints_of((*constraints.declared, *added))

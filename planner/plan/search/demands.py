@@ -22,7 +22,6 @@ from autopar.planner.plan.declared.constraints import (
     Constraints,
     Declared,
     HostSaving,
-    Objective,
     compressions,
     conflict_text,
     constraints_of,
@@ -208,8 +207,7 @@ def host_saving(cluster: Cluster, constraints: Constraints) -> HostSaving:
         return HostSaving.ALWAYS
     if any(node.device.is_cpu for node in cluster.nodes):
         return HostSaving.NEVER
-    is_least = constraints.objective is Objective.MEMORY
-    return HostSaving.ALWAYS if is_least else constraints.host_saving
+    return HostSaving.ALWAYS if constraints.objective.memory_alone else constraints.host_saving
 
 
 def needs_host(found: Sequence[FoundLeaf[Candidate]], constraints: Constraints) -> bool:

@@ -24,7 +24,7 @@ from autopar.planner.costs.schedules.table import ScheduleKind
 from autopar.planner.costs.steps.stage_load import rank_groups
 from autopar.planner.layers import Compile
 from autopar.planner.plan.bounds.bounding import BoundKind, Bounds
-from autopar.planner.plan.declared.constraints import Constraints, Objective, allows
+from autopar.planner.plan.declared.constraints import Constraints, allows
 from autopar.planner.plan.declared.limits import least_rows
 from autopar.planner.plan.plan import BatchFacts
 from autopar.planner.plan.search.simpler import complexity
@@ -207,7 +207,7 @@ def _groups(point: Arrangement, cluster: Cluster, choices: Choices) -> object:
 
 @dataclass(frozen=True, kw_only=True)  # no slots, because of cached properties
 class Points:
-    """The degrees and microbatches that the constraints allow, under one objective."""
+    """The degrees and microbatches that the constraints allow."""
 
     subject: SearchSubject
     cluster: Cluster
@@ -264,7 +264,7 @@ class Points:
             if min(each) >= least
             if count == 1 or not constraints.one_microbatch
         ]
-        return allowed[:1] if self.bounds.objective is Objective.MEMORY else allowed
+        return allowed[:1] if self.constraints.objective.memory_alone else allowed
 
     @cached_property
     def _batch(self) -> BatchFacts:
@@ -281,7 +281,7 @@ class Points:
         """Whether unlike devices may have unlike numbers of rows."""
         return (
             self.constraints.microbatch is None
-            and self.bounds.objective is not Objective.MEMORY
+            and not self.constraints.objective.memory_alone
             and self._batch.may_be_uneven
         )
 

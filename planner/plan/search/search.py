@@ -26,7 +26,7 @@ from autopar.planner.costs.steps.framework import framework_constants
 from autopar.planner.errors import AutoparError
 from autopar.planner.graph.graph import Graph
 from autopar.planner.layers import Layers
-from autopar.planner.plan.bounds.bounding import BoundKind, Bounds, must_recompute
+from autopar.planner.plan.bounds.bounding import BoundKind, bounds_of, must_recompute
 from autopar.planner.plan.declared.constraints import (
     Constraints,
     Declared,
@@ -164,7 +164,7 @@ class Explorer:
     ) -> None:
         assert constraints.global_batch is not None
         self.subject, self.cluster, self.constraints = subject, cluster, constraints
-        self.objective, self.report = constraints.objective, report
+        self.report = report
         self.choices: Choices = choices_of(subject, cluster, constraints)
         self.costing = PriceBook(
             subject,
@@ -183,11 +183,11 @@ class Explorer:
         )
         flops = model_flops(subject, constraints.global_batch)
         self.solver = ArrangementSolver(questions=questions, model_flops=flops)
-        self.bounds = Bounds(questions, self.objective)
+        self.bounds = bounds_of(questions, constraints.objective)
         self.solved: set[Arrangement] = set()  # some are solved again, to find a simpler plan
         self.infeasible: set[Arrangement] = set()
         self.programs = 0
-        is_exact = self.objective is Objective.MEMORY
+        is_exact = constraints.objective.memory_alone
         self._known = BestByComplexity(tolerance=0.0 if is_exact else constraints.tolerance)
         self._least: dict[tuple[object, ...], float] = {}  # least seconds of each kind of plan
         self._looked_beside = 0  # nodes expanded since the best was proved
@@ -199,7 +199,7 @@ class Explorer:
         with Ahead(self.bounds, workers) as ahead:
 
             def watch(least_bound: float, now: SearchItem, soon: Iterable[SearchItem]) -> None:
-                if self.objective is not Objective.MEMORY:
+                if not self.constraints.objective.memory_alone:
                     self.report(self._known.words(least_bound))
                 ahead.look(now, soon)
 
@@ -279,7 +279,8 @@ class Explorer:
             return self._bounded(item.family, BoundKind(item.bound_kind + 1))
         found = self.solve(item)
         leaves = [one for one in found if isinstance(one, FoundLeaf)]
-        if leaves and not recomputes(leaves[0].leaf) and self.objective is not Objective.MEMORY:
+        is_fastest = leaves and not recomputes(leaves[0].leaf)
+        if is_fastest and not self.constraints.objective.memory_alone:
             return found
         thriftier = [self._bounded([one], BoundKind.OF_ANY) for one in item.thriftier]
         return sum(thriftier, found)
@@ -301,7 +302,7 @@ class Explorer:
     def solve(self, item: Variant) -> list[Entry]:
         """Return the best candidate of an arrangement, if any, and what is still open."""
         arrangement, to_beat = item.arrangement, self._to_beat(item.arrangement)
-        if self.objective is Objective.MEMORY:
+        if self.constraints.objective.memory_alone:
             answer = self.solver.solve_smallest(arrangement)
         else:
             answer = self.solver.solve(
@@ -331,7 +332,7 @@ class Explorer:
         An arrangement without a faster plan than a known one may still have a simpler one: it is
         kept until the simplest plan is chosen.
         """
-        if self.objective is Objective.MEMORY or self._looked_beside:
+        if self._looked_beside:
             return []
         found = answer.candidate.prediction.step_seconds if answer.candidate else float("inf")
         rank, bound = simplicity(item.arrangement), answer.bound_seconds
@@ -349,10 +350,8 @@ class Explorer:
         return [SearchNode(bound=bound, rank=rank, item=again, **kinds)]
 
     def value(self, candidate: Candidate) -> float:
-        """Return the value that the objective minimises: bytes or seconds (also for cost)."""
-        if self.objective is Objective.MEMORY:
-            return float(candidate.prediction.peak_memory.device_bytes)
-        return candidate.prediction.step_seconds
+        """Return the value that the objective minimises: bytes, or seconds, which cost alike."""
+        return self.constraints.objective.minimised(candidate.prediction, 1.0)
 
     def refusal(self, outcome: Searched) -> AutoparError:
         """Return the error that says why there is no plan: time, arrangements or memory."""
@@ -379,16 +378,16 @@ class Explorer:
         other = self.within(_ENDLESS_BYTES, Objective.MEMORY)
         endless = replace(other.solver.demands, host_limit_bytes=_ENDLESS_BYTES)
         other.solver = other.solver.under(endless)
-        other.bounds = Bounds(other.solver.questions, Objective.MEMORY)
+        other.bounds = bounds_of(other.solver.questions, Objective.MEMORY)
         return other
 
     def within(self, limit_bytes: int, objective: Objective) -> Explorer:
         """Return the search with another memory limit on every device, for an objective."""
         other = copy(self)
-        other.objective = objective
+        other.constraints = replace(self.constraints, objective=objective)
         limits = dict.fromkeys(self.solver.demands.limit_bytes, limit_bytes)
         other.solver = self.solver.under(replace(self.solver.demands, limit_bytes=limits))
-        other.bounds = Bounds(other.solver.questions, objective)
+        other.bounds = bounds_of(other.solver.questions, objective)
         return other
 
     def least(self) -> Candidate | None:

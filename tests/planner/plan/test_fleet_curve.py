@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from autopar.planner.errors import ExitCode, InfeasibleError, InputError
-from autopar.planner.plan.declared.constraints import Constraints
+from autopar.planner.plan.declared.constraints import Constraints, Objective
 from autopar.planner.plan.declared.limits import check_tokens, check_work
 from autopar.planner.plan.fleet import Curve, Trial, choose, curve_of, time_text
 from autopar.planner.plan.plan import Plan
@@ -67,8 +67,8 @@ def test_speed_is_told_against_the_fewest_devices_that_have_a_plan() -> None:
 def test_the_knee_the_fastest_and_the_cheapest() -> None:
     found = curve(declared())
     assert found.knee.devices == KNEE
-    assert found.fastest.devices == FASTEST
-    assert found.cheapest.devices == CHEAPEST
+    assert found.best(Objective.STEP_TIME).devices == FASTEST
+    assert found.best(Objective.COST).devices == CHEAPEST
     without_price = curve(declared(), price=None)
     assert without_price.knee.devices == KNEE
     assert without_price.points[0].units_per_usd is None
