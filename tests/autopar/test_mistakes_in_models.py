@@ -23,11 +23,6 @@ def named(name: str, telling: str) -> Mistake:
 
 
 NAMES = {
-    "a folder of a package": mistake(
-        "inspect net",
-        "net is a folder … name it: net/net.py",
-        files={"net/__init__.py": "", "net/net.py": MODEL},
-    ),
     "a notebook": mistake(
         "inspect net.ipynb", "is not a Python file … jupyter nbconvert", files={"net.ipynb": "{}"}
     ),
@@ -77,10 +72,6 @@ IMPORTS = {
     "a misspelt package": source(
         "import transformerz\n",
         "No module named 'transformerz' … did you mean transformers? … model.py:1",
-    ),
-    "a package that is not installed": source(
-        "import zzz_not_there\n",
-        "No module named 'zzz_not_there' … install the package that has it",
     ),
     "a relative import": mistake(
         "inspect model.py",
@@ -170,11 +161,6 @@ FUNCTIONS = {
 }
 
 DEVICES_AND_TYPES = {
-    "a model on a GPU": model(
-        "def build_model(): return Model().cuda()",
-        "the model file moves the model to a device",
-        ON_CPU,
-    ),
     "a model on whatever device is there": model(
         "def build_model(): return Model().to('cuda' if torch.cuda.is_available() else 'cpu')",
         "the model file moves the model to a device",
@@ -214,19 +200,9 @@ DEVICES_AND_TYPES = {
         "def loss(outputs, batch): return outputs.logits.mean()",
         "'Tensor' object has no attribute 'logits' … the outputs are a Tensor[rows, 8]",
     ),
-    "a decision on values": source(
-        MODEL.replace("x = self.embed(x)", "x = x if x.sum() > 0 else -x"),
-        "decides on the values of a tensor (x = x if x.sum() > 0 else -x) … torch.where",
-        code=4,
-    ),
     "a loop over values": source(
         MODEL.replace("x = self.embed(x)", "x = x * len(range(int(x.max())))"),
         "decides on the values of a tensor (x = x * len(range(int(x.max()))))",
-        code=4,
-    ),
-    "numpy in the forward": source(
-        MODEL.replace("x = self.embed(x)", "x = self.embed(torch.tensor(x.detach().numpy()))"),
-        "the model leaves torch for numpy … compute with torch in the forward",
         code=4,
     ),
 }

@@ -96,12 +96,8 @@ MISTAKES = {
     "a pin by its long name": pin("tensor=2", "there is no 'tensor' to pin", "mean 'tp'?"),
     "a misspelt pin": pin("td=2", "there is no 'td' to pin", "did you mean 'tp'?"),
     "pins joined by a semicolon": pin("dp=1;tp=2", "is not of the form key=value", "dp=2,tp=4"),
-    "pins joined by a space": pin("dp=1 tp=2", "is not of the form key=value"),
     "a degree of nothing": pin("tp=0", "'0' is not a count", "at: --pin tp"),
     "a schedule in capitals": pin("schedule=1F1B", "did you mean '1f1b'?"),
-    "more stages than layers": pin(
-        "stages_per_rank=9", "on 2 devices no plan satisfies stages_per_rank=9 (--pin)", code=3
-    ),
     "more stages than the model has layers": planning(
         "--gpus 8 --device cpu --pin pp=8",
         "on 8 devices no plan satisfies pp=8 (--pin) … some of its 4 layers",
@@ -114,11 +110,6 @@ MISTAKES = {
         arguments=(*GPUS, "--memory", "900 GiB"),
         files=changed(""),
         telling=("a limit of 900 GiB for each device, and h100-sxm has 80 GiB", "at: --memory"),
-    ),
-    "more memory than the devices have, in a file": mistake(
-        "plan model.py --gpus 2 --device h100-sxm -c rules.toml",
-        "h100-sxm has 80 GiB … at: rules.toml, line 3 … docs/cluster-file.md",
-        files=changed("") | {"rules.toml": '[limits]\ntp = 2\nmemory = "81 GiB"\n'},
     ),
     "more rows than the model's code takes": Mistake(
         arguments=PLAN,
@@ -159,9 +150,6 @@ MISTAKES = {
     ),
     "a constraints file for machines": machines("[pins]\n", "a constraints file", "--constraints"),
     "nodes in single brackets": machines("[nodes]\n", "no nodes are described", "[[nodes]]"),
-    "a device of the file misspelt": machines(
-        '[[nodes]]\ndevice = "h100-smx"\n', "machines.toml, line 2", "did you mean 'h100-sxm'?"
-    ),
     "a bandwidth without a unit": machines(
         '[[nodes]]\ndevice = "h100-sxm"\n[network]\nlike = "efa2"\nbandwidth = "200"\n',
         "'200' has no unit",
@@ -169,12 +157,8 @@ MISTAKES = {
     ),
     "a file for a folder": output("taken", "taken is a file, not a folder", "with -o"),
     "a folder called like a plan": output("plan.json", "-o plan.json names a file", "-o plan"),
-    "a folder below a file": output("taken/a/b", "taken is a file, not a folder"),
     "the model file where the script goes": output(
         ".", "the script would replace the file that it is made from", model="train.py"
-    ),
-    "the same by force": output(
-        ".", "the script would replace the file", model="train.py", more="--force"
     ),
 }
 

@@ -16,7 +16,6 @@ import pytest
 
 from autopar.codegen.emit import emit, write_script
 from autopar.codegen.script.render import is_unchanged
-from autopar.planner.costs.prediction import Zero
 from autopar.planner.errors import InputError
 from autopar.planner.model.model_file import load_model_file
 from autopar.planner.plan.plan import Plan
@@ -28,7 +27,7 @@ from tests.cells import cells
 from tests.clock import least_seconds
 from tests.codegen.kinds import KINDS, plan_of
 from tests.codegen.matrix import plan_of as matrix_plan
-from tests.codegen.plans import pinned_plan, plan_for
+from tests.codegen.plans import plan_for
 
 ROOT = Path(__file__).parents[2]
 MODEL_FUNCTIONS = ("split_loss", "valid_targets", "crossing")  # printed as classes are
@@ -112,13 +111,6 @@ def loss(outputs, batch):
 """
 
 
-def test_a_model_whose_constructor_reads_numbers_gets_a_script(tmp_path: Path) -> None:
-    (tmp_path / "reads_numbers.py").write_text(READS_NUMBERS, encoding="utf-8")
-    file = load_model_file(str(tmp_path / "reads_numbers.py"))
-    plan = plan_for(file, trace(file), (), degrees=(1, 1, 2))
-    assert "import reads_numbers as model_file" in emit(plan, destination=tmp_path / "train.py")
-
-
 def test_a_script_is_not_written_over_its_model_file(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text(READS_NUMBERS, encoding="utf-8")
@@ -140,61 +132,6 @@ def test_a_script_does_not_grow_with_depth(kind: str, tmp_path: Path) -> None:
         len(lines_of(plan_of(kind, f"layers={layers}"), tmp_path / "train.py")) for layers in (4, 8)
     )
     assert abs(few - many) <= 3  # the prose of the docstring may break elsewhere
-
-
-NUMBERED_INSIDE = """
-import torch
-import torch.nn.functional as F
-from torch import nn
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.mlp = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
-
-    def forward(self, x):
-        return x + self.mlp(x)
-
-
-class Stack(nn.Module):
-    def __init__(self, layers):
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(layers))
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-def build_model(layers: int = 4):
-    return Stack(layers)
-
-
-def example_batch(batch_size):
-    return {"x": torch.randn(batch_size, 8, 64), "y": torch.randn(batch_size, 8, 64)}
-
-
-def loss(outputs, batch):
-    return F.mse_loss(outputs, batch["y"])
-"""
-
-
-def test_a_script_does_not_grow_with_depth_where_layers_are_lists_of_modules(
-    tmp_path: Path,
-) -> None:
-    path = tmp_path / "stack.py"
-    path.write_text(NUMBERED_INSIDE, encoding="utf-8")
-    lengths = []
-    for layers in (4, 12):
-        arguments = (f"layers={layers}",)
-        file = load_model_file(str(path), arguments)
-        plan = plan_for(file, trace(file), arguments, degrees=(1, 1, 2), split=("256",))
-        lines = lines_of(plan, tmp_path / "train.py")
-        assert any(line.startswith('    "blocks.*.mlp.0.weight": Split(0') for line in lines)
-        lengths.append(len(lines))
-    assert abs(lengths[1] - lengths[0]) <= 3
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -238,11 +175,6 @@ def test_emission_is_quick(tmp_path: Path) -> None:
     assert emitted - traced < 1.0
 
 
-def test_a_script_is_the_same_every_time(tmp_path: Path) -> None:
-    path = tmp_path / "train.py"
-    assert emit(data_parallel(), destination=path) == emit(data_parallel(), destination=path)
-
-
 def test_a_script_that_was_changed_by_hand_is_not_overwritten(tmp_path: Path) -> None:
     path = write_script(data_parallel(), tmp_path)
     written = path.read_text()
@@ -267,13 +199,6 @@ def test_a_file_of_somebody_else_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("mine = 1\n")
     with pytest.raises(InputError, match="did not write"):
         write_script(data_parallel(), tmp_path)
-
-
-def test_a_model_file_that_has_changed_is_refused(tmp_path: Path) -> None:
-    plan = data_parallel()
-    stale = replace(plan, model=replace(plan.model, source_hash="0" * 64))
-    with pytest.raises(ChangedModelError, match="has changed"):
-        emit(stale, destination=tmp_path / "train.py")
 
 
 def test_a_model_that_is_built_otherwise_than_planned_is_refused(tmp_path: Path) -> None:
@@ -301,14 +226,6 @@ def test_a_model_file_is_found_from_a_folder_above_the_plan(
 
 def test_a_script_without_a_size_of_buckets_has_the_planned_one() -> None:
     assert signature(wrap).parameters["bucket_bytes"].default == DEFAULT_BUCKET_BYTES
-
-
-def test_the_script_says_what_the_plan_says(tmp_path: Path) -> None:
-    plan = pinned_plan("gpt2.py", data=2, zero_levels=(Zero.PARAMETERS,))
-    text = emit(plan, destination=tmp_path / "train.py")
-    assert "ZERO = 3  #" in text
-    assert "torchrun --nproc-per-node 2 train.py" in text
-    assert f"{plan.prediction.mfu:.1%} of the peak FLOPs" in text
 
 
 SCORED = """
@@ -342,30 +259,6 @@ def test_no_size_in_a_printed_loss_has_the_name_of_the_batch(tmp_path: Path) -> 
     }
     assert not stored & {argument.arg for argument in loss.args.args}
     assert any("shape" in ast.unparse(node) for node in loss.body)
-
-
-PAIRED = """
-import torch
-from torch import nn
-
-def build_model():
-    return nn.Linear(8, 4)
-
-def example_batch(batch_size):
-    return {"input": torch.randn(batch_size, 8), "center": torch.randn(batch_size, 4)}
-
-def loss(outputs, batch):
-    return (outputs - batch["center"].mean(0)).square().mean()
-"""
-
-
-def test_ranks_that_share_rows_are_given_what_they_read(tmp_path: Path) -> None:
-    (tmp_path / "paired.py").write_text(PAIRED, encoding="utf-8")
-    file = load_model_file(str(tmp_path / "paired.py"))
-    plan = plan_for(file, trace(file), (), degrees=(1, 1, 2), split=("batch",))
-    text = emit(plan, destination=tmp_path / "train.py")
-    assert 'OWN_ROWS = ("input",)' in text
-    assert "own=OWN_ROWS" in text
 
 
 GROUPED = """

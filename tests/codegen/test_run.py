@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from autopar.codegen.emit import write_script, write_standalone
+from autopar.codegen.emit import write_script
 from autopar.codegen.proof.dryrun.running import dry_run
 from autopar.codegen.proof.exactness import ScriptFailedError, failure_of, first_traceback
-from autopar.codegen.proof.verification import read_script_of, verify
 from autopar.planner.plan.plan import Plan
 from tests.cells import cells
 from tests.codegen.kinds import plan_of
@@ -45,33 +44,6 @@ def test_a_script_trains_under_torchrun_from_any_folder(kind: str, tmp_path: Pat
     assert losses[-1] < losses[0] - 0.1
 
 
-@pytest.mark.slow
-def test_a_standalone_folder_uses_its_own_runtime(tmp_path: Path) -> None:
-    folder = tmp_path / "alone"
-    script = write_standalone(plan_of("tp"), folder, tmp_path, force=False)
-    (folder / "autopar" / "runtime" / "ranks" / "mesh.py").open("a").write('\nprint("mine")\n')
-    done = subprocess.run(
-        [sys.executable, str(script), "--help"],
-        cwd=tmp_path,
-        env={key: value for key, value in os.environ.items() if key != "PYTHONPATH"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.startswith("mine")
-    assert not list(folder.rglob("planner"))
-
-
-@pytest.mark.usefixtures("forked_python")
-@pytest.mark.slow
-def test_verify_finds_a_script_equal(tmp_path: Path) -> None:
-    plan = plan_of("tp")
-    script = write_script(plan, tmp_path)
-    found = verify(plan, tmp_path, read_script_of(plan, script, tmp_path), steps=2)
-    assert found.is_within(1e-9), found
-
-
 @pytest.mark.usefixtures("forked_python")
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", cells((0, 1), (1,)))
@@ -82,11 +54,6 @@ def test_a_dry_run_sends_what_the_script_would(rank: int, tmp_path: Path) -> Non
     assert kinds["send"] == kinds["recv"]
     assert found.peak_bytes == sum(found.peak_bytes_by_category.values())
     assert found.peak_bytes > 2**20
-
-
-def test_a_rank_that_does_not_exist_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(Exception, match="no rank 2"):
-        dry_run(plan_of("pp"), tmp_path, rank=2)
 
 
 def test_a_failed_script_has_an_exit_code_of_its_own() -> None:

@@ -44,14 +44,6 @@ def test_computing_goes_on_beside_an_operation_until_it_is_waited_for() -> None:
     assert step_seconds(_events(logs), TIMES) == 2.0 + 1.0 + 4.0
 
 
-def test_an_operation_begins_with_its_last_rank() -> None:
-    logs = [Log(), Log()]
-    for log, seconds in zip(logs, (1.0, 5.0), strict=True):
-        log.compute(seconds)
-        log.wait(log.issue(LOW, "all_reduce", 8))
-    assert step_seconds(_events(logs), TIMES) == 5.0 + 1.0
-
-
 def messages_of_three(low: Communicator, high: Communicator) -> list[list[Event]]:
     """Rank 1 has sent to rank 2, which is busy for 10 s, before it receives from rank 0."""
     first, second, third = Log(), Log(), Log()
@@ -86,16 +78,6 @@ def test_two_ranks_that_send_before_they_receive_wait_for_ever() -> None:
         step_seconds(_events(logs), TIMES)
 
 
-def test_a_batch_sends_and_receives_at_once() -> None:
-    logs = [Log(), Log()]
-    for rank, log in enumerate(logs):
-        with log.batched():
-            numbers = [log.issue(LOW, op, 8, peer=1 - rank) for op in ("send", "recv")]
-        for number in numbers:
-            log.wait(number)
-    assert step_seconds(_events(logs), TIMES) == 1.0
-
-
 def test_ranks_that_call_collectives_in_another_order_are_told() -> None:
     logs = [Log(), Log()]
     for log, ops in zip(
@@ -106,21 +88,6 @@ def test_ranks_that_call_collectives_in_another_order_are_told() -> None:
     told = "rank 0 has all_reduce of 8 bytes, rank 1 has broadcast of 8 bytes"
     with pytest.raises(MismatchError, match=told):
         step_seconds(_events(logs), TIMES)
-
-
-def test_a_message_of_another_size_is_told() -> None:
-    logs = [Log(), Log()]
-    logs[0].wait(logs[0].issue(LOW, "send", 8, peer=1))
-    logs[1].wait(logs[1].issue(LOW, "recv", 16, peer=0))
-    with pytest.raises(MismatchError, match="rank 0 has send of 8 bytes, rank 1 has recv of 16"):
-        step_seconds(_events(logs), TIMES)
-
-
-def test_a_message_that_nobody_receives_is_told() -> None:
-    log = Log()
-    log.wait(log.issue(LOW, "send", 8, peer=1))
-    with pytest.raises(MismatchError, match="on low, 2 ranks: rank 0 has send"):
-        step_seconds(_events([log, Log()]), TIMES)
 
 
 def _events(logs: Sequence[Log]) -> list[list[Event]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -22,7 +22,6 @@ from tests.autopar.runs.test_planned_again import for_devices, written
 
 REFUSED = {"time": 2.0, "code": 6, "found": "no rows", "fix": "look at them"}
 GLOO = "[rank1]: RuntimeError: Connection closed by peer"
-Launch = Callable[[list[str]], ProcessEnd]
 
 
 def launching(
@@ -99,19 +98,6 @@ def test_what_ranks_leave_tells_why_and_with_which_code(
     assert (end.state, end.code, end.why) == (RunState.FAILED, ExitCode(code), why)
     for log in tmp_path.rglob("*.log"):
         assert stat.S_IMODE(log.stat().st_mode) == 0o600
-
-
-def test_a_training_that_did_not_train_has_failed(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    metrics = tmp_path / "metrics.jsonl"
-    for lines in ("", '{"event": "started"}\n', '{"step": 3}\n'):
-        launching(monkeypatch, tmp_path, {"metrics.jsonl": lines}, code=0)
-        end = run_training([], tmp_path, metrics, Nodes())
-        assert (end.state, end.code) == (RunState.FAILED, ExitCode.TRAINING_FAILED)
-        metrics.unlink()
-    launching(monkeypatch, tmp_path, {"metrics.jsonl": '{"event": "finished"}\n'}, code=0)
-    assert run_training([], tmp_path, metrics, Nodes()).state is RunState.FINISHED
 
 
 def test_another_machine_believes_torchrun_where_it_sees_no_metrics(

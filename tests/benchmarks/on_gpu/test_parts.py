@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-import torch
-from torch import nn
 
-from autopar.codegen.proof.comparison import compared
-from autopar.planner.layers import Compile
-from autopar.planner.precision import Float8
 from benchmarks.on_gpu import ops as ops_part
-from benchmarks.on_gpu.compiled import in_float8, scalings_of_gpu
 from benchmarks.on_gpu.planned import planned
-from benchmarks.on_gpu.ranks.cases import CASES, STEPS, written
 from benchmarks.on_gpu.ranks.norms import norm_rows
 from benchmarks.on_gpu.ranks.recomputation import recomputation_rows
-from benchmarks.on_gpu.ranks.scripts import trained_alone, trained_late
 from benchmarks.on_gpu.ranks.transport import transport_rows
-from benchmarks.on_gpu.sides import Job, compile_layers, layers_of, taken
+from benchmarks.on_gpu.sides import Job, taken
 from benchmarks.on_gpu.steps import TINY, _predicted_rows, _side_row, _term_row
 from tests.benchmarks.on_gpu.here import Here
-from tests.runtime.processes import run_on_ranks
 
 
 def test_every_message_brings_back_what_was_sent() -> None:
@@ -49,16 +39,6 @@ def test_norms_over_ranks_are_the_norm_of_one() -> None:
         apart = row.cells["_Normalise: apart"]
         assert isinstance(apart, float)
         assert apart < (0.01 if row.cells["type"] == "bfloat16" else 1e-5)
-
-
-@pytest.mark.more_cells
-def test_a_script_of_late_processes_trains_as_one_process(tmp_path: Path) -> None:
-    case = next(case for case in CASES if case.name == "ZeRO-1")
-    one = written(case, str(tmp_path))
-    own = ["--steps", str(STEPS), "--log-every", "1", "--data", "synthetic", "--dtype", "float64"]
-    ranks = run_on_ranks(trained_late, one.ranks, one.script, own, "cpu", str(tmp_path / "s"))
-    (expected,) = run_on_ranks(trained_alone, 1, one.task, "cpu")
-    assert compared(ranks, expected, one.axes).is_within(1e-9)
 
 
 @pytest.mark.slow
@@ -92,36 +72,3 @@ def test_kernels_are_timed() -> None:
         rows = list(ops_part.ops(Here()))
     assert len(rows) == 4
     assert all("GB/s" in row.cells for row in rows)
-
-
-def test_what_a_model_has_several_of_is_compiled() -> None:
-    stem, layers = nn.Linear(2, 2), [nn.ReLU(), nn.ReLU()]
-    plain = nn.Sequential(stem, nn.ModuleList(layers))
-    assert list(layers_of(plain)) == list(plain)
-    model = nn.ModuleDict({"stem": stem, "layers": nn.ModuleList(layers)})
-    assert list(layers_of(model)) == layers
-    compile_layers(model)
-    assert all(one._compiled_call_impl is not None for one in layers)
-    assert stem._compiled_call_impl is None
-
-
-def test_a_case_in_float8_is_planned_with_its_scales(tmp_path: Path) -> None:
-    case = replace(TINY[0], compile=Compile.LAYERS, float8=Float8.ROWWISE)
-    planned(case, "h200-sxm", str(tmp_path))
-    assert 'use_float8(model, COMPILED, "rowwise"' in (tmp_path / "train.py").read_text()
-    assert list(in_float8(Here())) == []  # a CPU has no such units
-
-
-@pytest.mark.parametrize(
-    ("capability", "scales"),
-    [
-        ((8, 0), []),
-        ((9, 0), ["tensorwise", "rowwise"]),
-        ((10, 0), ["tensorwise", "rowwise", "mxfp8"]),
-    ],
-)
-def test_a_gpu_times_the_scales_that_it_has_units_for(
-    capability: tuple[int, int], scales: list[str]
-) -> None:
-    with patch.object(torch.cuda, "get_device_capability", lambda: capability):
-        assert scalings_of_gpu() == scales

@@ -7,14 +7,9 @@ from pathlib import Path
 import pytest
 
 from autopar.planner.costs.prediction import Zero
-from autopar.planner.costs.schedules.table import ScheduleKind
-from autopar.planner.costs.steps.state import float8_parts
-from autopar.planner.precision import Float8
-from benchmarks.validation.practice import Attention
 from benchmarks.validation.predict_row import layers_per_stage
 from benchmarks.validation.settings import WHOLE_BUCKET, settings_of
 from benchmarks.validation.skip import reason_to_skip
-from benchmarks.validation.table import stated
 from tests.benchmarks.validation.rows import a_row
 
 
@@ -32,15 +27,6 @@ from tests.benchmarks.validation.rows import a_row
 )
 def test_the_sharding_column_names_a_level(tmp_path: Path, fsdp: str, zero: Zero) -> None:
     assert settings_of(a_row(tmp_path, fsdp=fsdp)).arrangement.zero is zero
-
-
-def test_a_group_of_shards_is_smaller_than_the_data_ranks(tmp_path: Path) -> None:
-    row = a_row(tmp_path, fsdp="FSDP group 2", gpus="8", gpus_per_node="8", dp="4")
-    assert settings_of(row).arrangement.shard == 2
-
-
-def test_microbatches_are_what_the_batch_leaves_each_data_rank(tmp_path: Path) -> None:
-    assert settings_of(a_row(tmp_path)).arrangement.microbatches == 2  # 8 ÷ (2 · 2)
 
 
 @pytest.mark.parametrize(
@@ -61,62 +47,7 @@ def test_gradients_are_reduced_by_the_bucket_where_practice_has_it(
     assert (found.bucket_bytes < WHOLE_BUCKET) is overlaps
 
 
-@pytest.mark.parametrize(
-    ("changes", "attention"),
-    [
-        ({}, Attention.FUSED),
-        ({"model_family": "gpt(mpt)"}, Attention.BIASED),
-        ({"flash_attention": "False"}, Attention.UNFUSED),
-        (
-            {"flash_attention": "False", "recompute": "selective (attention core)"},
-            Attention.UNFUSED_AGAIN,
-        ),
-    ],
-)
-def test_kernels_of_attention(
-    tmp_path: Path, changes: dict[str, str], attention: Attention
-) -> None:
-    assert settings_of(a_row(tmp_path, **changes)).practice.attention is attention
-
-
-def test_several_stages_per_rank_run_interleaved(tmp_path: Path) -> None:
-    row = a_row(tmp_path, pp="2", dp="1", vpp="2")
-    found = settings_of(row).arrangement
-    assert (found.schedule, found.stages_per_rank) == (ScheduleKind.INTERLEAVED_1F1B, 2)
-
-
 COMPILED = {"source": "pytorch/torchtitan", "torch_compile": "True"}
-
-
-@pytest.mark.parametrize(
-    ("changes", "float8"),
-    [
-        ({}, Float8.NONE),
-        ({"dtype": "fp8"}, Float8.TENSORWISE),
-        ({"dtype": "fp8", "notes": "quantization float8 rowwise"}, Float8.ROWWISE),
-        ({"dtype": "mxfp8", "notes": "mxfp8_cublas_rceil"}, Float8.MXFP8),
-    ],
-)
-def test_float8_has_one_scale_a_tensor_unless_the_text_says_rowwise(
-    tmp_path: Path, changes: dict[str, str], float8: Float8
-) -> None:
-    assert settings_of(a_row(tmp_path, **COMPILED, **changes)).practice.float8 is float8
-
-
-@pytest.mark.parametrize("scales", ["tensorwise", "rowwise"])
-def test_weights_are_gathered_in_float8_where_the_text_says_so(tmp_path: Path, scales: str) -> None:
-    for gathered, gathers in (("float8 all-gather", scales == "tensorwise"), ("", False)):
-        notes = f"{scales}, {gathered}"
-        row = a_row(tmp_path, **COMPILED, dtype="fp8", fsdp="FULL_SHARD", notes=notes)
-        assert bool(float8_parts(settings_of(row).arrangement)) is gathers
-
-
-def test_a_global_batch_that_is_not_stated_is_a_microbatch_of_each_data_rank(
-    tmp_path: Path,
-) -> None:
-    row = a_row(tmp_path, global_batch="")
-    assert row.global_batch == stated(row.dp) * stated(row.micro_batch)
-    assert reason_to_skip(a_row(tmp_path, global_batch="", pp="2", dp="1")) != ""
 
 
 @pytest.mark.parametrize(

@@ -69,47 +69,7 @@ def test_a_bad_cell_is_told_with_line_column_and_need(
     assert told in found
 
 
-def test_degrees_that_do_not_make_the_devices_contradict_the_row(tmp_path: Path) -> None:
-    found = refusal(tmp_path, table_text({"tp": "4"})).found
-    assert found == "line 2: tp 4 · cp 1 · pp 1 · dp 2 = 8 ranks, but gpus is 4"
-
-
 def test_all_faults_are_told_together(tmp_path: Path) -> None:
     error = refusal(tmp_path, table_text({"tp": "4"}, {"layers": "x"}, {"gpus": "-4"}))
     assert [f"line {line}" in error.found for line in (2, 3, 4)] == [True, True, True]
     assert "runs.csv" in error.where
-
-
-def test_missing_columns_are_named(tmp_path: Path) -> None:
-    columns = tuple(name for name in COLUMNS if name not in ("tp", "hidden"))
-    found = refusal(tmp_path, table_text({}, columns=columns)).found
-    assert "the column 'tp' is missing" in found
-    assert "the column 'hidden' is missing" in found
-
-
-def test_a_column_that_is_there_twice_is_refused(tmp_path: Path) -> None:
-    found = refusal(tmp_path, table_text({}, columns=(*COLUMNS, "tp"))).found
-    assert found == "the column 'tp' is there twice"
-
-
-def test_a_row_with_too_few_cells_is_refused(tmp_path: Path) -> None:
-    found = refusal(tmp_path, table_text({}) + "a,b,c\n").found
-    assert found == "line 3: more or fewer cells than the first line has columns"
-
-
-@pytest.mark.parametrize("text", [b"", b"\xff\xfe\x00", b"name\n1\n"])
-def test_what_is_no_table_of_runs_is_refused(tmp_path: Path, text: bytes) -> None:
-    assert isinstance(refusal(tmp_path, text), InputError)
-
-
-def test_a_table_without_rows_is_refused(tmp_path: Path) -> None:
-    assert refusal(tmp_path, table_text()).found == "the table has no rows"
-
-
-def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="the table cannot be read"):
-        read_table(tmp_path / "none.csv")
-
-
-def test_throughput_that_was_cut_to_zero_says_nothing(tmp_path: Path) -> None:
-    assert a_row(tmp_path, samples_per_s="0").samples_per_s is None

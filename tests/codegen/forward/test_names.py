@@ -6,13 +6,11 @@ import copy
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from autopar.codegen.forward.emit import open_split
 from autopar.codegen.forward.reading.modules import modules_of
 from autopar.codegen.forward.reading.split import split_graph
-from autopar.codegen.text.expressions import comment, identifier, is_identifier, string
+from autopar.codegen.text.expressions import identifier
 from autopar.planner.trace import trace
 from tests.codegen.forward.running import namespace, use_classes
 from tests.codegen.forward.small_models import Hostile, file_of
@@ -27,24 +25,6 @@ def test_hostile_names_of_modules_and_parameters_stay_names() -> None:
     use_classes(printed, [stage.cls for stage in opened.stages], namespace(opened))
     ids = torch.arange(8).reshape(2, 4)
     torch.testing.assert_close(printed(ids), model(ids), rtol=0, atol=0)
-
-
-@given(st.text())
-def test_any_text_becomes_an_identifier(text: str) -> None:
-    assert is_identifier(identifier(text))
-
-
-@given(st.text())
-def test_any_text_becomes_a_literal_of_itself(text: str) -> None:
-    assert eval(string(text)) == text
-    assert string(text).isascii()
-    assert "\n" not in string(text)
-
-
-@given(st.text())
-def test_any_text_becomes_one_line_of_comment(text: str) -> None:
-    assert comment(text).isprintable()
-    assert comment(text).isascii()
 
 
 @pytest.mark.parametrize("word", ["class", "match", "import", "1st", ""])

@@ -58,9 +58,6 @@ LOSSES: Mapping[str, Idiom] = {
     "a divided mean of each row": _weighed("((each * w).sum(1) / w.sum(1).clamp(min=0.5)).mean()"),
     "a mean beside a divided one": _weighed("each.mean() + (each * w).sum() / w.sum()"),
     "divided twice": _weighed("(each * w).sum() / w.sum() / v.sum()", every=_NEARLY),
-    "times what others divide by": _weighed(
-        "(each * w).sum() * (1 / w.sum().clamp(min=1))", every=_NEARLY
-    ),
     "loss of the model, alone": idiom("""
 class Losing(Model):
     def forward(self, ids, labels):

@@ -264,37 +264,12 @@ def build_optimizer(params):
         every=noted("draws"),
         otherwise=COPIES_DRAW,
     ),
-    "noise in its step": idiom(
-        """
-class Noisy(torch.optim.SGD):
-    @torch.no_grad()
-    def step(self, closure=None):
-        super().step()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                parameter.add_(torch.randn_like(parameter), alpha=1e-3)
-
-
-def build_optimizer(params):
-    return Noisy(params, lr=0.1)
-""",
-        every=noted("draws"),
-        otherwise=COPIES_DRAW,
-    ),
     "a second order (Adagrad)": idiom(
         """
 def build_optimizer(params):
     return torch.optim.Adagrad(params, lr=0.05)
 """,
         compares_weights=False,
-    ),
-    "few states (Adafactor)": idiom(
-        """
-def build_optimizer(params):
-    return torch.optim.Adafactor(params, lr=0.05)
-""",
-        compares_weights=False,
-        otherwise={"ZeRO-3": refused("whole"), "tp": refused("whole")},
     ),
     "no clipping": idiom(
         """

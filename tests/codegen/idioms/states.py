@@ -22,28 +22,7 @@ class Cooling(torch.optim.lr_scheduler.LambdaLR):
 def build_scheduler(optimizer):
     return Cooling(optimizer, lambda n: 1.0)
 """
-_HEATED = """
-class Own(Model):
-    def __init__(self):
-        super().__init__()
-        self.heat = 1.0
-
-    def forward(self, ids):
-        return super().forward(ids) * self.heat
-"""
 _READ = "which the forward or the loss reads"
-
-
-def _counted(place: str, before: str, line: str, count: str, head: str = "") -> Idiom:
-    """Return an idiom of a loss that counts its calls in some place."""
-    text = f"""
-{before}
-
-def loss(outputs, batch{head}):
-    {line}
-    return {_NATS} * min(1.0, 0.1 * {count})
-"""
-    return idiom(text, every=refused(f"the forward or the loss changes {place}"))
 
 
 def _own(body: str, before: str = "", after: str = "", **more: object) -> Idiom:
@@ -68,59 +47,6 @@ def loss(outputs, batch):
 """
 
 STATES: Mapping[str, Idiom] = {
-    "a global that a loss counts": _counted("STEP", "STEP = 0\n", "global STEP; STEP += 1", "STEP"),
-    "an attribute of a class": _counted(
-        "Settings.step", "class Settings:\n    step = 0\n", "Settings.step += 1", "Settings.step"
-    ),
-    "a default argument": _counted(
-        "loss.__defaults__[0]['n']", "", 'state["n"] += 1', 'state["n"]', ', state={"n": 0}'
-    ),
-    "a generator": _counted(
-        "SCALES",
-        "def rising():\n    n = 0\n    while True:\n        n += 1\n        yield n\n\n\n"
-        "SCALES = rising()\n",
-        "",
-        "next(SCALES)",
-    ),
-    "the environment": _counted(
-        "os.environ['STEP_OF_A_LOSS']",
-        "import os\n",
-        "n = int(os.environ.get('STEP_OF_A_LOSS', 0)) + 1; os.environ['STEP_OF_A_LOSS'] = str(n)",
-        "n",
-    ),
-    "a buffer of a loss": idiom(
-        f"""
-class Warm(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("steps", torch.zeros(()))
-
-    def forward(self, outputs, batch):
-        self.steps += 1
-        return {_NATS} * (0.1 * self.steps).clamp(max=1)
-
-
-loss = Warm()
-""",
-        every=refused("loss.steps[:]"),
-    ),
-    "a closure": idiom(
-        f"""
-def make():
-    n = 0
-
-    def loss(outputs, batch):
-        nonlocal n
-        n += 1
-        return {_NATS} * min(1.0, 0.1 * n)
-
-    return loss
-
-
-loss = make()
-""",
-        every=refused("the forward or the loss changes loss.n"),
-    ),
     "a temperature that a schedule sets": idiom(
         f"""
 class Settings:
@@ -132,42 +58,6 @@ def loss(outputs, batch):
 
 """
         + _COOLING.format(cooled="Settings"),
-        every=refused(_READ),
-    ),
-    "a temperature of the model that a schedule sets": idiom(
-        _HEATED
-        + """
-
-MODEL = None
-
-
-def build_model():
-    global MODEL
-    MODEL = seeded(Own)
-    return MODEL
-
-"""
-        + _COOLING.format(cooled="MODEL"),
-        every=refused(_READ),
-    ),
-    "a temperature of the model that the optimizer sets": idiom(
-        _HEATED
-        + """
-
-class Cooling(torch.optim.SGD):
-    def __init__(self, model, lr):
-        super().__init__(model.parameters(), lr)
-        self.model = model
-
-    def step(self, closure=None):
-        super().step()
-        self.model.heat *= 0.5
-
-
-def build_optimizer(model):
-    return Cooling(model, lr=0.3)
-"""
-        + _OWN,
         every=refused(_READ),
     ),
     "the batch before": _own(

@@ -22,22 +22,6 @@ def test_casts_of_float64_to_float32_are_left_out() -> None:
     assert torch.equal(found[0], x)
 
 
-def test_other_casts_are_as_they_were() -> None:
-    x = torch.ones(3)
-    with ExactMode():
-        assert x.bfloat16().float().dtype is torch.float32
-        assert torch.zeros(2, dtype=torch.float32).dtype is torch.float32
-        assert x.double().long().dtype is torch.int64
-
-
-def test_nothing_is_drawn() -> None:
-    x = torch.arange(6.0)
-    with ExactMode():
-        kept = x.new_empty(6).bernoulli_(0.9)
-        assert torch.equal(nn.Dropout(0.9)(x) * kept, x)
-        assert torch.equal(torch.rand(3) + torch.rand_like(x)[:3], torch.ones(3))
-
-
 def test_a_mask_of_places_that_is_drawn_masks_some_of_them_and_every_row_alike() -> None:
     with ExactMode():
         masks = torch.stack([torch.rand(4, 20) < chance for chance in (0.15, 0.5, 0.85)])
@@ -100,21 +84,6 @@ def test_layers_that_compute_again_do_so_as_the_first_time(dtype: torch.dtype, w
             gradient = torch.as_tensor(x.grad)
         assert torch.zeros(1).dtype is dtype
     assert torch.equal(gradient, 2 * (x + 0.5))
-
-
-def test_whole_numbers_are_those_in_the_middle_of_what_could_be_drawn() -> None:
-    with ExactMode():
-        found = [
-            torch.randint(10, (2,)), torch.randint(4, 6, (2,)), torch.randint(high=10, size=(2,)),
-            torch.randint_like(torch.zeros(2), 2, 8), torch.empty(2).random_(2, 8),
-        ]  # fmt: skip
-    assert [one.tolist() for one in found] == [[n, n] for n in (5, 5, 5, 5, 5)]
-
-
-def test_what_is_chosen_at_random_is_chosen_in_order() -> None:
-    with ExactMode():
-        assert torch.randperm(4).tolist() == [0, 1, 2, 3]
-        assert torch.multinomial(torch.ones(2, 5), 3).tolist() == [[0, 1, 2]] * 2
 
 
 @pytest.mark.parametrize("name", ["uniform_", "normal_", "exponential_", "log_normal_", "cauchy_"])

@@ -44,30 +44,8 @@ def test_every_expected_structure_has_the_size_of_its_dim(family: Family) -> Non
         assert size in possible_sizes(expected.structure, family.sizes), expected
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=NAMES)
-def test_a_batch_has_the_asked_number_of_rows(family: Family) -> None:
-    assert {tensor.shape[0] for tensor in family.example_batch(5).values()} == {5}
-
-
 def test_every_family_has_expectations_and_no_other_name_has() -> None:
     assert set(EXPECTATIONS) == set(NAMES)
-
-
-@pytest.mark.parametrize(
-    ("structure", "printed"),
-    [
-        ("heads·head_dim", "heads·head_dim"),
-        ("heads·head_dim", "heads2·head_dim2"),
-        ("channels", "embed.3"),
-        ("[ffn | ffn]", "[ffn_2 | ffn_2]"),
-        ("[heads | 1 | 1]·head_dim", "[heads·head_dim | head_dim | head_dim]"),
-        ("[rank | state | state]", "[7 | 11 | 11]"),
-    ],
-)
-def test_another_name_or_writing_of_the_same_structure_is_accepted(
-    structure: str, printed: str
-) -> None:
-    assert accepts(Expectation(parameter="w", dim=0, structure=structure), printed)
 
 
 @pytest.mark.parametrize(

@@ -149,44 +149,11 @@ def test_what_has_changed_is_put_back(file: Any, change: str) -> None:
     assert before.changes_to(outside.snapshot()) == {}
 
 
-def test_an_iterator_of_others_is_told_by_these(file: Any) -> None:
-    outside = StateScope(files=(file,))
-    before = outside.snapshot()
-    next(file.PAIRS)
-    assert before.changes_to(outside.snapshot())
-
-
 def test_the_environment_is_outside_too(monkeypatch: pytest.MonkeyPatch) -> None:
     before = StateScope(files=()).snapshot()
     monkeypatch.setenv("STEP_OF_A_TEST", "1")
     changes = before.changes_to(StateScope(files=()).snapshot())
     assert changes == {"os.environ['STEP_OF_A_TEST']": True}
-
-
-def test_what_a_function_has_cached_is_forgotten(file: Any) -> None:
-    exec("import functools\n@functools.lru_cache\ndef table(n): return n", vars(file))
-    before = StateScope(files=(file,)).snapshot()
-    file.table(3)
-    assert before.changes_to(StateScope(files=(file,)).snapshot()) == {"table of state.py": False}
-    before.put_back()
-    assert file.table.cache_info().currsize == 0
-
-
-def test_another_tensor_is_no_other_number(file: Any) -> None:
-    fake = torch._subclasses.FakeTensorMode().from_tensor(torch.zeros(2))  # sets a variable
-    outside = StateScope(files=(file,))
-    before = outside.snapshot()
-    file.NAMED["cache"] = fake
-    assert before.changes_to(outside.snapshot()) == {"NAMED['cache'] of state.py": False}
-
-
-def test_a_global_that_a_step_makes_is_taken_away_again(file: Any) -> None:
-    outside = StateScope(files=(file,))
-    before = outside.snapshot()
-    file.FRESH = 1
-    assert before.changes_to(outside.snapshot()) == {"FRESH of state.py": True}
-    before.put_back()
-    assert not hasattr(file, "FRESH")
 
 
 class Part(nn.Module):
@@ -215,13 +182,6 @@ def test_attributes_of_the_modules_of_a_model_are_outside_its_parameters() -> No
     before.put_back()
     assert part.seen == []
     assert "scale" not in vars(part.linear)
-
-
-def test_a_call_of_a_module_reaches_what_is_in_it_and_around_it() -> None:
-    model = nn.ModuleDict({"a": nn.Sequential(Part(), Part()), "b": Part()})
-    outside = StateScope(files=(), modules=dict(model.named_modules()))
-    assert list(outside.around("a.0").modules) == ["", "a", "a.0", "a.0.linear"]
-    assert outside.around("").modules == outside.modules
 
 
 def hooked(module: nn.Module) -> nn.Module:

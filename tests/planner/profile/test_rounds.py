@@ -1,15 +1,13 @@
-import gc
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from itertools import count
 from typing import TypeVar
 
 import pytest
 
-from autopar.planner.costs.ops.measurements import OpKey, Timing
+from autopar.planner.costs.ops.measurements import Timing
 from autopar.planner.precision import Precision
-from autopar.planner.profile.calls import ProbeCall, clock_of, threads_of_a_rank
+from autopar.planner.profile.calls import clock_of, threads_of_a_rank
 from autopar.planner.profile.probes import Probe, find_probes
 from autopar.planner.profile.profile import (
     as_in_training,
@@ -18,10 +16,7 @@ from autopar.planner.profile.profile import (
     measure_host,
 )
 from autopar.planner.profile.rounds import (
-    MOST_SAMPLES,
-    VISITS,
     Limits,
-    UnmeasuredOp,
     measure,
 )
 from tests.planner.costs.ops.op_factories import known, pricer
@@ -73,12 +68,6 @@ def test_a_sample_is_the_median_without_what_an_empty_call_takes() -> None:
     assert (linear.timing.forward_seconds, linear.timing.backward_seconds) == (0.75, 0.5)
 
 
-def test_an_empty_call_that_takes_longer_leaves_nothing_not_less() -> None:
-    baseline = Timing(forward_seconds=2.0, backward_seconds=2.0)
-    found, _ = measure(probes(), device="cpu", clock=Steady(1.0), limits=LIMITS, baseline=baseline)
-    assert {one.timing.forward_seconds for one in found} == {0.0}
-
-
 def test_ops_that_the_time_does_not_suffice_for_are_told() -> None:
     limits = Limits(total_seconds=0.0, op_seconds=1.0, group_bytes=1, most_bytes=2**30)
     found, left_out = measure(
@@ -112,66 +101,6 @@ def test_a_round_has_the_ops_of_one_batch_as_a_step_has() -> None:
     assert [text.rpartition(" and ")[2] for text in told] == [
         f"{len(one) - 1} more" for one in (small, large)
     ]
-
-
-@pytest.mark.usefixtures("wait")
-def test_batches_take_turns_so_that_a_slow_minute_meets_all(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    seen: list[int] = []
-    forward = ProbeCall.forward
-
-    def noting(call: ProbeCall) -> object:
-        if seen[-1:] != [call.probe.batch]:
-            seen.append(call.probe.batch)
-        return forward(call)
-
-    monkeypatch.setattr(ProbeCall, "forward", noting)
-    both = (*probes(rows=4), *probes(rows=8))
-    found, _ = measure(both, device="cpu", clock=Steady(1e-6), limits=LIMITS, baseline=NOTHING)
-    assert seen == [4, 8] * VISITS
-    assert {one.samples for one in found} == {MOST_SAMPLES}
-
-
-def left_out_of_two_batches(*, total_seconds: float) -> tuple[UnmeasuredOp, ...]:
-    """Return the ops of two groups for which a budget does not suffice."""
-    _, left_out = measure(
-        (*probes(rows=4), *probes(rows=8)),
-        device="cpu",
-        clock=Steady(1e-6),
-        limits=replace(LIMITS, total_seconds=total_seconds),
-        baseline=NOTHING,
-    )
-    return left_out
-
-
-def test_what_collecting_garbage_takes_is_not_of_the_budget(
-    monkeypatch: pytest.MonkeyPatch, wait: Callable[[float], None]
-) -> None:
-    monkeypatch.setattr(gc, "collect", lambda: wait(1.2))
-    assert not left_out_of_two_batches(total_seconds=1.0)
-
-
-def test_what_is_loaded_when_an_op_is_first_called_is_not_of_the_budget(
-    monkeypatch: pytest.MonkeyPatch, wait: Callable[[float], None]
-) -> None:
-    loaded = set[OpKey]()
-    forward = ProbeCall.forward
-
-    def loading(call: ProbeCall) -> object:
-        if call.probe.key not in loaded:
-            loaded.add(call.probe.key)
-            wait(0.25)
-        return forward(call)
-
-    monkeypatch.setattr(ProbeCall, "forward", loading)
-    assert not left_out_of_two_batches(total_seconds=1.0)
-
-
-def test_an_op_that_took_its_time_is_not_called_again() -> None:
-    clock = Steady(10.0)
-    found, _ = measure(probes(), device="cpu", clock=clock, limits=LIMITS, baseline=NOTHING)
-    assert {one.samples for one in found} == {5}
 
 
 def test_real_clocks_find_longer_ops_longer() -> None:

@@ -46,7 +46,3 @@ def test_its_hooks_run_on_the_new_gradients_and_can_be_removed() -> None:
 def test_a_new_parameter_takes_the_class_and_the_attributes_of_another() -> None:
     fresh: Any = made_like(nn.Parameter(torch.ones(2)), _parameter())
     assert (type(fresh), fresh.note, fresh.tolist()) == (Own, "kept", [1, 1])
-
-
-def test_a_parameter_that_is_like_a_plain_tensor_stays_a_parameter() -> None:
-    assert type(made_like(nn.Parameter(torch.ones(2)), torch.ones(1))) is nn.Parameter

@@ -19,6 +19,7 @@ from autopar.runtime.ranks.mesh import ALONE, Axis, start
 from autopar.runtime.tensor.shards import Split
 from autopar.runtime.weights.initial_weights import build, record
 from autopar.runtime.weights.plain_model import plain_model
+from tests.cells import cells
 from tests.runtime.processes import run_on_ranks
 from tests.runtime.weights.reached import differences, is_same
 from tests.runtime.weights.ways import CERTAIN, DRAWN, EVERY
@@ -113,7 +114,7 @@ def _state(model: nn.Module) -> Mapping[str, Tensor]:
     return {**dict(parameters), **dict(model.named_buffers(remove_duplicate=False))}
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", cells(EVERY, list(EVERY)[::3]))
 def test_a_stage_has_its_part_of_it(name: str, folder: Path) -> None:
     expected = _state(_expected(name, folder))
     with _recorded(name):

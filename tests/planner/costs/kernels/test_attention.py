@@ -68,24 +68,6 @@ def test_fewer_key_heads_save_bytes_alone() -> None:
     assert one < fused_attention_forward_seconds(few, rates=rates)
 
 
-@given(st.integers(1, 8_192), st.integers(1, 128), st.integers(1, 1_000), st.integers(1, 16))
-def test_time_never_falls_with_length_or_heads(
-    length: int, heads: int, more: int, heads_more: int
-) -> None:
-    rates = real_rates()
-    for seconds in (fused_attention_forward_seconds, fused_attention_backward_seconds):
-        base = seconds(attention(length, heads), rates=rates)
-        assert seconds(attention(length + more, heads), rates=rates) >= base
-        assert seconds(attention(length, heads + heads_more), rates=rates) >= base
-
-
-@given(st.integers(1, 8_192), st.floats(0.05, 1))
-def test_a_mask_never_costs_time(length: int, visible: float) -> None:
-    rates = real_rates()
-    masked = fused_attention_forward_seconds(attention(length, visible=visible), rates=rates)
-    assert masked <= fused_attention_forward_seconds(attention(length), rates=rates)
-
-
 @given(st.integers(1, 8_192), st.integers(1, 64), st.sampled_from((64, 128, 192)))
 def test_no_attention_beats_the_data_sheet(length: int, heads: int, dim: int) -> None:
     shape = attention(length, heads, head_dim=dim, value_dim=dim)

@@ -83,20 +83,6 @@ def test_a_loss_reads_its_logits() -> None:
     assert backward == pytest.approx(607.06e-6, rel=1e-4)
 
 
-@given(st.floats(0, 1e12), st.floats(0, 1e12))
-def test_more_bytes_never_take_less_time(moved_bytes: float, more: float) -> None:
-    for rates in (real_rates(), round_rates()):
-        seconds = memory_seconds(moved_bytes, rates=rates)
-        assert memory_seconds(moved_bytes + more, rates=rates) >= seconds * (1 - 1e-12)
-
-
-@given(st.floats(1, 1e12), st.floats(1, 10))
-def test_more_bandwidth_is_never_slower(moved_bytes: float, factor: float) -> None:
-    slow = memory_seconds(moved_bytes, rates=real_rates())
-    fast = real_rates(memory_bytes_per_second=1.935e12 * factor)
-    assert memory_seconds(moved_bytes, rates=fast) <= slow * (1 + 1e-12)
-
-
 @given(st.floats(1e9, 1e12))
 def test_what_leaves_the_cache_never_beats_the_data_sheet(moved_bytes: float) -> None:
     assert memory_seconds(moved_bytes, rates=real_rates()) >= moved_bytes / 1.935e12

@@ -337,12 +337,6 @@ def test_a_measured_op_overrides_the_formula_for_its_local_shape_alone() -> None
     assert prices.cost(up) == plain.cost(up)
 
 
-def test_equal_layers_have_equal_keys() -> None:
-    prices = pricer()
-    first, second = (prices.layers.layers[i] for i in prices.layers.classes[2].layers[:2])
-    assert [prices.key(op) for op in first.ops] == [prices.key(op) for op in second.ops]
-
-
 def test_on_a_cpu_dispatch_and_work_take_turns() -> None:
     host = pricer(device_name="cpu", precision=Precision.FP32).host
     assert host.forward_region_seconds(1.0, 10) == pytest.approx(1.0 + 10 * host.forward_seconds)
@@ -375,11 +369,3 @@ def splits(prices: OpPricer, op: Op) -> list[tuple[str, str]]:
             continue
         found.append((split.letter, split.axis))
     return found
-
-
-@given(number=st.integers(0, 20), batch=st.integers(1, 32))
-def test_more_rows_are_never_cheaper(number: int, batch: int) -> None:
-    fewer, more = pricer(batch=batch), pricer(batch=batch + 1)
-    op = layer_of(fewer, "Block").ops[number]
-    assert fewer.cost(op).forward_seconds <= more.cost(op).forward_seconds
-    assert fewer.cost(op).backward_seconds <= more.cost(op).backward_seconds

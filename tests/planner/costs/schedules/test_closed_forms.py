@@ -61,28 +61,10 @@ def random_pipeline(rng: random.Random, spread: float) -> tuple[int, list[float]
     return rng.randint(stages, 8 * stages), forward, [2 * seconds for seconds in forward]
 
 
-def test_gpipe_by_hand() -> None:
-    # 4 stages, 8 microbatches, 1 s forward, 2 s backward: 8 + 3 turns of 3 s
-    assert gpipe_step_seconds(1, 2, stages=4, microbatches=8) == 33
-
-
-def test_interleaving_by_hand() -> None:
-    # the same work as two half stages per rank: 16 + 3 turns of 1.5 s, so 1.5 · 3 s less bubble
-    assert interleaved_step_seconds(0.5, 1, ranks=4, stages_per_rank=2, microbatches=8) == 28.5
-
-
 def test_the_bound_of_uneven_1f1b_by_hand() -> None:
     # stages of 3 and 5 s. Stage 1: before it 3, its work 2 · 5: 13
     least = uneven_one_f_one_b_least_seconds((1, 2), (2, 3), in_flight=(2, 1), microbatches=2)
     assert least == 13
-
-
-def test_zero_bubble_by_hand() -> None:
-    # f = i = w = 1, 4 ranks, 8 microbatches: 24 of work and 3 · (1 + 1 − 1) of bubble
-    assert (
-        interleaved_zero_bubble_step_seconds(1, 1, 1, ranks=4, stages_per_rank=1, microbatches=8)
-        == 27
-    )
 
 
 @settings(max_examples=examples(100))
@@ -175,20 +157,6 @@ def test_1f1b_never_beats_its_lower_bound(
     )
     step = simulated(order, forward, backward, transfers=transfers[1:], transfer=Transfer.ON_DEMAND)
     assert least <= step + 1e-9
-
-
-@settings(max_examples=examples(150))
-@given(UNEVEN, st.integers(1, 20))
-def test_transfers_on_demand_are_longer_actions(
-    stages: list[tuple[float, float, float]], microbatches: int
-) -> None:
-    forward, backward, transfers = ([stage[at] for stage in stages] for at in range(3))
-    for order in (gpipe, one_f_one_b):
-        schedule = order(shape_of(len(stages), microbatches))
-        longer = on_demand_seconds(forward, backward, transfers[1:])
-        assert simulated(
-            schedule, forward, backward, transfers=transfers[1:], transfer=Transfer.ON_DEMAND
-        ) == pytest.approx(simulated(schedule, *longer, transfers=[0.0] * (len(stages) - 1)))
 
 
 @pytest.mark.parametrize("spread", [0.2, 0.5])

@@ -1,16 +1,11 @@
 """Microbatches in flight: worked out by hand, and counted along whole orders."""
 
-import pytest
-
 from autopar.planner.costs.schedules.table import (
     ScheduleKind,
     forwards_first,
     in_flight,
-    refusal,
-    schedule_of,
-    with_enough_rounds,
 )
-from tests.planner.costs.schedules.orders_read import peak_in_flight, shape_of
+from tests.planner.costs.schedules.orders_read import shape_of
 
 
 def test_1f1b_holds_one_per_stage_from_its_own_on() -> None:
@@ -35,27 +30,6 @@ def test_zero_bubble_holds_as_many_on_every_rank_as_1f1b_on_the_first() -> None:
 def test_the_v_holds_the_same_on_every_rank() -> None:
     # rank r: 2p − r on the way down and r + 1 on the way up: 2p + 1 half-size stages each
     assert in_flight(ScheduleKind.ZERO_BUBBLE_V, shape_of(3, 9, 2)) == (6, 5, 4, 3, 2, 1)
-
-
-@pytest.mark.parametrize("kind", ScheduleKind)
-def test_a_few_rounds_hold_as_many_as_the_whole_order(kind: ScheduleKind) -> None:
-    for ranks in range(2, 9):
-        for local in (1, 2, 3):
-            for microbatches in (1, 2, 3, 6, 8, 12, 14, 16, 24, 3 * ranks, 4 * ranks, 7 * ranks):
-                shape = shape_of(ranks, microbatches, local)
-                if not refusal(kind, shape):
-                    whole = peak_in_flight(schedule_of(kind, shape))
-                    assert in_flight(kind, shape) == whole, shape
-
-
-@pytest.mark.parametrize("kind", [kind for kind in ScheduleKind if kind is not ScheduleKind.GPIPE])
-def test_a_few_rounds_stand_for_many(kind: ScheduleKind) -> None:
-    local = 2 if kind is ScheduleKind.ZERO_BUBBLE_V else 1
-    assert with_enough_rounds(kind, shape_of(4, 400, local)) == shape_of(4, 12, local)
-
-
-def test_gpipe_never_settles() -> None:
-    assert with_enough_rounds(ScheduleKind.GPIPE, shape_of(4, 400)) == shape_of(4, 400)
 
 
 def test_zero_bubble_runs_as_many_forwards_first_as_there_are_ranks_behind_and_itself() -> None:

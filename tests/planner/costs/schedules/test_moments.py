@@ -111,10 +111,3 @@ def test_a_v_of_two_ranks_is_as_worked_out_by_hand() -> None:
     assert first.running[:4].tolist() == [1, 1, 1, 1]
     assert first.forwarded[0].tolist() == [3, 1]
     assert first.halfway[:2].tolist() == [[0, 1], [0, 1]]
-
-
-def test_a_schedule_of_whole_backwards_has_nothing_halfway() -> None:
-    shape = PipelineShape(ranks=2, stages_per_rank=2, microbatches=4)
-    for kind in ScheduleKind:
-        if not refusal(kind, shape) and not SCHEDULES[kind].splits_backward:
-            assert not any(one.halfway.any() for one in rank_moments(kind, shape))

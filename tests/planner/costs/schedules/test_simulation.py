@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from autopar.planner.costs.schedules.orders import (
     Action,
     PipelineShape,
-    gpipe,
     interleaved_zero_bubble,
     one_f_one_b,
     zero_bubble_v,
@@ -170,37 +169,6 @@ def test_every_action_follows_its_rank_and_its_inputs(
                 assert start >= end_of[f"{at - 1}F{mb}"]
             if str(action.kind) in "BI" and at < shape.stages - 1:
                 assert start >= end_of[f"{at + 1}{action.kind}{mb}"]
-
-
-@settings(max_examples=examples(100))
-@given(st.lists(STAGE, min_size=1, max_size=6), st.integers(1, 12), TRANSFERS, st.floats(0.0, 2.0))
-def test_more_microbatches_never_take_less_time(
-    stages: list[StageSeconds], microbatches: int, transfer: Transfer, seconds: float
-) -> None:
-    for order in (gpipe, one_f_one_b):
-        fewer, more = (
-            simulate(
-                order(shape_of(len(stages), count)),
-                stages,
-                transfer_seconds=[seconds] * (len(stages) - 1),
-                transfer=transfer,
-            ).step_seconds
-            for count in (microbatches, microbatches + 1)
-        )
-        assert fewer <= more + 1e-9
-
-
-@settings(max_examples=examples(100))
-@given(pipelines())
-def test_overlapping_transfers_never_costs_time(
-    pipeline: tuple[ScheduleKind, PipelineShape, list[StageSeconds], list[float]],
-) -> None:
-    kind, shape, stages, transfers = pipeline
-    overlapped, on_demand = (
-        simulate(schedule_of(kind, shape), stages, transfer_seconds=transfers, transfer=transfer)
-        for transfer in (Transfer.OVERLAPPED, Transfer.ON_DEMAND)
-    )
-    assert overlapped.step_seconds <= on_demand.step_seconds + 1e-9
 
 
 @settings(max_examples=examples(100))

@@ -14,7 +14,6 @@ from autopar.planner.costs.schedules.table import (
 )
 from autopar.planner.errors import InputError
 from autopar.runtime.pipeline.schedules import KINDS, stage_indices
-from tests.planner.costs.schedules.schedule_faults import require_valid
 
 SHAPES = [
     PipelineShape(ranks=ranks, stages_per_rank=local, microbatches=microbatches)
@@ -41,14 +40,6 @@ def test_the_runtime_puts_stages_where_the_order_runs_them(kind: ScheduleKind) -
             own = stage_indices(kind, rank, shape.ranks, shape.stages_per_rank)
             assert own == tuple(sorted({action.stage for action in actions})), shape
             assert {rank_of(kind, stage, shape.ranks) for stage in own} == {rank}, shape
-
-
-@pytest.mark.parametrize("kind", ScheduleKind)
-def test_every_schedule_that_is_not_refused_is_valid(kind: ScheduleKind) -> None:
-    for shape in SHAPES:
-        if not refusal(kind, shape):
-            schedule = schedule_of(kind, shape)
-            require_valid(schedule, stages=shape.stages, microbatches=shape.microbatches)
 
 
 @pytest.mark.parametrize("kind", ScheduleKind)

@@ -12,7 +12,7 @@ from autopar.planner.cluster.shape import group_shape
 from autopar.planner.costs.collectives.choice import collective_seconds
 from autopar.planner.costs.prediction import Offload, Zero
 from autopar.planner.costs.steps.stage_load import sent_bytes, stage_load
-from autopar.planner.costs.steps.stage_price import NOTHING, DataGroups, data_seconds
+from autopar.planner.costs.steps.stage_price import DataGroups, data_seconds
 from autopar.planner.costs.steps.state import float8_parts
 from autopar.planner.precision import Compression, Float8
 from tests.planner.costs.step_factories import ARRANGEMENT, LAYER, layer
@@ -32,10 +32,6 @@ GROUPS = DataGroups(
     copy_byte_seconds=0.0,
 )
 LAYERS = stage_load([LAYER] * 4).layers
-
-
-def test_one_rank_adds_nothing() -> None:
-    assert data_seconds(LAYERS, replace(GROUPS, data=ONE, shard=ONE), microbatches=3) == NOTHING
 
 
 def test_whole_gradients_are_reduced_once_after_the_last_microbatch() -> None:

@@ -198,41 +198,6 @@ def test_computing_is_slowed_for_no_longer_than_collectives_run(
         assert result.slowdown_seconds <= slowdown * result.compute_seconds + 1e-9
 
 
-@given(LAYERS, SLOWDOWN)
-def test_free_communication_leaves_computing_alone(
-    layers: list[LayerLoad], slowdown: float
-) -> None:
-    for result in (
-        bucketed_reduction(layers, free, bucket_bytes=5, slowdown=slowdown),
-        sharded_forward(layers, free, slowdown=slowdown),
-        sharded_backward(layers, free, free, slowdown=slowdown),
-    ):
-        assert result.total_seconds == pytest.approx(result.compute_seconds)
-
-
-@given(LAYERS, st.floats(1.0, 10.0), SLOWDOWN)
-def test_more_bandwidth_is_never_slower(
-    layers: list[LayerLoad], factor: float, slowdown: float
-) -> None:
-    slow = linear_seconds(alpha_seconds=0.1, bytes_per_second=1)
-    fast = linear_seconds(alpha_seconds=0.1, bytes_per_second=factor)
-    for slower, faster in (
-        (
-            bucketed_reduction(layers, slow, bucket_bytes=5, slowdown=slowdown),
-            bucketed_reduction(layers, fast, bucket_bytes=5, slowdown=slowdown),
-        ),
-        (
-            sharded_forward(layers, slow, slowdown=slowdown),
-            sharded_forward(layers, fast, slowdown=slowdown),
-        ),
-        (
-            sharded_backward(layers, slow, slow, slowdown=slowdown),
-            sharded_backward(layers, fast, fast, slowdown=slowdown),
-        ),
-    ):
-        assert faster.total_seconds <= slower.total_seconds + 1e-9
-
-
 @given(LAYERS)
 def test_the_sum_of_maxima_is_a_sharded_forward_without_slowdown(layers: list[LayerLoad]) -> None:
     gathers = [one.parameter_bytes for one in layers[1:]] + [0.0]

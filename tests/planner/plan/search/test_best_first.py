@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.planner.plan.search.best_first import FoundLeaf, SearchNode, Unproved, best_first
+from autopar.planner.plan.search.best_first import FoundLeaf, SearchNode, best_first
 
 Tree = tuple[float, tuple["Tree", ...]]  # a bound's slack below the best leaf, or a leaf's value
 
@@ -57,29 +57,6 @@ def test_a_search_that_stops_early_tells_a_true_bound(subtrees: list[Tree]) -> N
     assert outcome.bound <= min(_values(root))
 
 
-def test_the_first_leaf_comes_after_as_many_steps_as_the_tree_is_deep() -> None:
-    """Though a hundred other nodes have lower bounds than its own."""
-    leaf: Tree = (40.0, ())
-    deep: Tree = (40.0, ((0.0, (leaf,)),))
-    others: tuple[Tree, ...] = tuple((5.0, ((0.0, (leaf,)),)) for _ in range(100))
-    looks = iter([False] * 3 + [True] * 100)
-    outcome = best_first([_node((0.0, (deep, *others)))], _expand, is_late=lambda: next(looks))
-    assert [one.value for one in outcome.found] == [40.0]
-
-
-def test_a_way_down_is_left_where_its_bound_is_far_from_the_lowest() -> None:
-    good: Tree = (4.0, ((0.0, ((40.0, ()),)),))
-    bad: Tree = (64.0, ((0.0, ((100.0, ()),)),))  # looks as good at first: 36
-    outcome = best_first([_node((0.0, (bad, good)))], _expand)
-    assert [one.value for one in outcome.found] == [40.0]
-
-
-def test_equal_leaves_are_told_apart_by_their_rank() -> None:
-    leaves = [FoundLeaf(value=1.0, rank=(rank,), leaf=str(rank)) for rank in (3.0, 1.0, 2.0)]
-    outcome = best_first([SearchNode(bound=0.0, rank=(), item="root")], lambda _: leaves)
-    assert outcome.found[0].leaf == "1.0"
-
-
 def test_what_the_bound_rules_out_is_never_expanded() -> None:
     expanded = []
 
@@ -100,21 +77,3 @@ def test_who_watches_sees_bounds_of_the_best_leaf_that_end_at_it(subtrees: list[
     outcome = best_first([_node(root)], _expand, watch=lambda bound, *_: seen.append(bound))
     assert seen == sorted(seen)
     assert max(seen) <= outcome.found[0].value
-
-
-def test_nodes_that_only_prove_are_expanded_while_they_limit_what_is_proved() -> None:
-    nodes = [
-        SearchNode(bound=bound, rank=(), item=bound, is_last=True, only_proves=True)
-        for bound in (3.0, 1.0, 2.0)
-    ]
-    expanded: list[float] = []
-
-    def expand(item: float) -> list[FoundLeaf[str] | Unproved]:
-        if not item:
-            return [FoundLeaf(value=9.0, rank=(), leaf="")]
-        expanded.append(item)
-        return [Unproved(bound=item + 1.5)]
-
-    outcome = best_first([SearchNode(bound=0.0, rank=(), item=0.0), *nodes], expand)
-    assert expanded == [1.0, 2.0]
-    assert outcome.bound == 2.5
