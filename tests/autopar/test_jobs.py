@@ -112,7 +112,7 @@ def _wait_for_checkpoint(folder: Path, is_over: Callable[[], bool]) -> None:
 def test_a_job_is_stopped_by_sigusr1_put_back_and_resumed(
     autopar: Autopar, planned: Callable[..., Path], tmp_path: Path, resumes: bool
 ) -> None:
-    planned("--gpus", "2", *CPUS)
+    planned("--gpus", "1", *CPUS)
     _emit_job(autopar, MANY_STEPS)
     for name, text in _STAND_INS.items():
         path = tmp_path / "bin" / name

@@ -9,6 +9,7 @@ import pytest
 
 from autopar.planner.plan.files.document import read_plan
 from tests.autopar.commands import Autopar, Ran
+from tests.cells import cells
 from tests.planner.subjects import ZOO
 
 MNIST, GPT2 = str(ZOO / "mnist.py"), str(ZOO / "gpt2.py")
@@ -39,7 +40,7 @@ def test_a_batch_whose_rows_a_loss_compares_is_split_where_that_is_pinned(autopa
     assert read_plan(Path("plan.json")).arrangement.data == 2
 
 
-@pytest.mark.parametrize("pins", ["pp=4", "dp=1,tp=1"])
+@pytest.mark.parametrize("pins", cells(("pp=4", "dp=1,tp=1"), ("pp=4",)))
 def test_stages_that_would_learn_nothing_are_told(autopar: Autopar, pins: str) -> None:
     frozen = str(ZOO.parent / "tests/field/models/frozen_embedding.py")
     ran = autopar("plan", frozen, "--gpus", "4", "--global-batch", "8", "--pin", pins)
@@ -92,7 +93,7 @@ WRITING = REMEMBERING.replace(").tanh()\n", ")\n").replace(
 RULE = "[[recompute]]\nmodules = '*'\nmode = '{}'\n"
 
 
-@pytest.mark.parametrize("mode", ["full", "none"])
+@pytest.mark.parametrize("mode", cells(("full", "none"), ("full",)))
 def test_objects_that_layers_keep_till_the_backward_are_told(autopar: Autopar, mode: str) -> None:
     Path("model.py").write_text(REMEMBERING)
     Path("rules.toml").write_text(RULE.format(mode))

@@ -42,7 +42,7 @@ def kept_in(folder: Path) -> set[str]:
 
 
 EVERY = [kind for kind in KINDS if not kind.startswith("all")]
-STAND = ("zero3", "zero_bubble_v")
+STAND = ("zero_bubble_v",)
 
 
 @pytest.fixture(scope="module")

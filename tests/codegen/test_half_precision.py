@@ -44,7 +44,7 @@ def alone_in_half(task: Task) -> tuple[PlainHalf, PlainHalf]:
     return trained
 
 
-@pytest.mark.parametrize("kind", cells((*FEW, *MORE), ("zero3", "pp")))
+@pytest.mark.parametrize("kind", cells((*FEW, *MORE), ("zero3",)))
 def test_scripts_in_bf16_begin_alike_and_stay_as_near_to_fp32_as_plain_pytorch(
     kind: str, tmp_path: Path
 ) -> None:

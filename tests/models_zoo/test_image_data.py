@@ -60,14 +60,6 @@ def test_malformed_images_are_refused(tmp_path: Path, content: bytes, message: s
         load("mnist").build_dataset(data=str(tmp_path))
 
 
-def test_a_gzip_file_that_was_cut_off_is_refused(tmp_path: Path) -> None:
-    write_mnist(tmp_path, gzipped=True)
-    file = tmp_path / "train-images-idx3-ubyte.gz"
-    file.write_bytes(file.read_bytes()[:-20])
-    with pytest.raises(ValueError, match="not a whole gzip file"):
-        load("mnist").build_dataset(data=str(tmp_path))
-
-
 def write_cifar(folder: Path, *, largest_label: int = 9) -> np.ndarray:
     records = np.random.default_rng(0).integers(256, size=(6, 3073)).astype(np.uint8)
     records[:, 0] = [0, 1, 2, 3, 4, largest_label]
@@ -93,19 +85,6 @@ def test_pictures_are_resized_for_a_model_that_wants_larger_ones(tmp_path: Path)
 
 def test_a_folder_without_cifar_is_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"holds no data_batch_\*\.bin"):
-        load("resnet").build_dataset(data=str(tmp_path))
-
-
-@pytest.mark.parametrize("size", [0, 3072, 3073 + 1])
-def test_a_cifar_batch_of_a_wrong_length_is_refused(tmp_path: Path, size: int) -> None:
-    (tmp_path / "data_batch_1.bin").write_bytes(bytes(size))
-    with pytest.raises(ValueError, match="no multiple of 3073"):
-        load("resnet").build_dataset(data=str(tmp_path))
-
-
-def test_a_label_that_cifar_does_not_have_is_refused(tmp_path: Path) -> None:
-    write_cifar(tmp_path, largest_label=10)
-    with pytest.raises(ValueError, match="label 10 found; CIFAR-10 has 0 to 9"):
         load("resnet").build_dataset(data=str(tmp_path))
 
 

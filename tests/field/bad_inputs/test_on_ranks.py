@@ -46,10 +46,10 @@ def scripts(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
     return found
 
 
-# Every second fault of one rank alone; of those that all ranks have, every third.
+# Every third fault of one rank alone; of those that all ranks have, every sixth.
 ALONE = [case for case in ON_RANKS.values() if case.at_rank is not None]
 SHARED = [case for case in ON_RANKS.values() if case.at_rank is None]
-STAND = ALONE[::2] + SHARED[::3]
+STAND = ALONE[::3] + SHARED[::6]
 
 
 @pytest.mark.parametrize("case", cells(ON_RANKS.values(), STAND), ids=ON_RANKS)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from autopar.planner.cluster.cluster import Topology, content_hash
-from autopar.planner.cluster.file import choose_cluster, parse_cluster, read_cluster
+from autopar.planner.cluster.file import choose_cluster, parse_cluster
 from autopar.planner.errors import ExitCode, InputError
 
 TWO_NODES = '[[nodes]]\ncount = 2\ndevice = "a100-80gb-sxm"\ndevices = 8\n'
@@ -102,21 +102,3 @@ def test_a_bad_file_is_one_clear_message_with_its_place(name: str) -> None:
         parse_cluster(text, where="x")
     assert caught.value.exit_code is ExitCode.USAGE
     assert place in caught.value.where
-
-
-def test_a_file_that_is_not_there_is_an_input_error(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="cannot be read"):
-        read_cluster(tmp_path / "none.toml")
-
-
-def test_a_file_that_is_not_text_is_an_input_error(tmp_path: Path) -> None:
-    path = tmp_path / "cluster.toml"
-    path.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(InputError, match="UTF-8"):
-        read_cluster(path)
-
-
-def test_a_file_is_read_from_disk(tmp_path: Path) -> None:
-    path = tmp_path / "cluster.toml"
-    path.write_text(TWO_NODES + NETWORK, encoding="utf-8")
-    assert read_cluster(path).size == 16

@@ -137,7 +137,7 @@ def test_one_process_tells_by_itself(
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", str(is_of_torchrun))
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setenv("MASTER_PORT", "1")  # where nobody answers: torchrun has gone
-    monkeypatch.setattr(leaving, "_PATIENCE_SECONDS", 1.0)
+    monkeypatch.setattr(leaving, "_PATIENCE_SECONDS", 0.2)
     with pytest.raises(SystemExit, match="6"):
         refuse("no rows", fix="look at them")
     assert capsys.readouterr().err == "error: no rows\n  fix: look at them\n"

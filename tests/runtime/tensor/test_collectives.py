@@ -13,6 +13,7 @@ from torch._subclasses import FakeTensorMode
 from autopar.runtime.ranks.mesh import DRY_RUN, Axis, start, stop
 from autopar.runtime.tensor import collectives
 from autopar.runtime.tensor.slices import Cut, Parts, cut, slice_along
+from tests.cells import cells
 from tests.runtime.processes import run_on_ranks
 
 WHOLE = {
@@ -167,19 +168,19 @@ def _check_exchange() -> None:
             _check(Case(function, "SS", (sizes[0], sizes[1]), dims, cuts), axis)
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", cells((2, 3, 4), (3,)))
 @pytest.mark.parametrize("name", WHOLE)
 def test_a_conversion_of_the_whole_has_its_numerical_gradient(name: str, size: int) -> None:
     run_on_ranks(_check_whole, size, name)
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", cells((2, 3), (3,)))
 @pytest.mark.parametrize("name", ALONG)
 def test_a_conversion_along_a_dim_has_its_numerical_gradient(name: str, size: int) -> None:
     run_on_ranks(_check_along, size, name)
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", cells((2, 3), (3,)))
 def test_the_exchange_has_its_numerical_gradient(size: int) -> None:
     run_on_ranks(_check_exchange, size)
 

@@ -17,6 +17,7 @@ from autopar.runtime.tensor.vocabulary import (
     vocab_parallel_embedding,
     vocab_parallel_embedding_bag,
 )
+from tests.cells import cells
 from tests.runtime.processes import run_on_ranks
 
 EVEN: Parts = ((12, 1),)
@@ -57,7 +58,7 @@ def _check_loss(parts: Parts, options: dict[str, Any]) -> None:
     torch.testing.assert_close(ours.grad, whole.grad, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", cells((2, 3), (3,)))
 @pytest.mark.parametrize("parts", [EVEN, UNEVEN, FUSED, FEWER_THAN_RANKS])
 @pytest.mark.parametrize(
     "options",
@@ -127,7 +128,7 @@ def _check_log_sum(parts: Parts, dim: int | tuple[int, ...], keepdim: bool) -> N
     torch.testing.assert_close(ours.grad, whole.grad, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", cells((2, 3), (3,)))
 @pytest.mark.parametrize("parts", [EVEN, UNEVEN, FUSED, FEWER_THAN_RANKS])
 @pytest.mark.parametrize(("dim", "keepdim"), [(1, False), (-2, True), ((0, 1), False)])
 def test_the_log_of_a_split_sum_of_exponentials_equals_the_whole_one(
@@ -168,7 +169,7 @@ def _check_embedding(parts: Parts, padding: int | None) -> None:
     torch.testing.assert_close(ours.grad, whole.grad, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", cells((2, 3), (3,)))
 @pytest.mark.parametrize("parts", [EVEN, UNEVEN, FUSED, FEWER_THAN_RANKS])
 @pytest.mark.parametrize("padding", [None, 0, 1])
 def test_the_split_embedding_equals_the_whole_one(
@@ -218,7 +219,7 @@ def _check_bags(parts: Parts, options: dict[str, Any]) -> None:
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", cells((2, 3), (3,)))
 @pytest.mark.parametrize("parts", [EVEN, UNEVEN, FEWER_THAN_RANKS])
 @pytest.mark.parametrize("kind", BAGS)
 def test_split_bags_equal_whole_ones(kind: str, parts: Parts, size: int) -> None:

@@ -148,12 +148,6 @@ def test_the_first_stage_makes_all_its_gradients_in_the_second_half() -> None:
         assert _of_rank(0, kind, shape, layers).activation_bytes == 4 * 200
 
 
-def test_a_rank_with_two_stages_holds_both_states() -> None:
-    shape = PipelineShape(ranks=2, stages_per_rank=2, microbatches=4)
-    both = _of_rank(0, ScheduleKind.INTERLEAVED_1F1B, shape, TWO, TWO)
-    assert both.parameter_bytes == 2 * _alone(TWO, ARRANGEMENT, SILENT).parameter_bytes
-
-
 def test_two_stages_of_a_rank_do_not_peak_at_once() -> None:
     # Rank 0 of a V of two ranks: at most three of stage 0 and one of 3, or four of 0 and none of 3.
     shape = PipelineShape(ranks=2, stages_per_rank=2, microbatches=8)
@@ -179,12 +173,6 @@ def test_the_margin_is_a_share_and_each_group_has_its_buffers() -> None:
     assert found.margin_bytes == round(0.1 * found.allocated_bytes)
     assert found.context_bytes == 1000 + 3 * 10  # all ranks, data, tensor
     assert found.device_bytes == found.allocated_bytes + found.margin_bytes + found.context_bytes
-
-
-def test_one_rank_has_no_buffers_for_others() -> None:
-    found = _alone(TWO, ARRANGEMENT, replace(SILENT, communicator_bytes=10))
-    assert found.context_bytes == 0
-    assert found.communication_bytes == 0
 
 
 @pytest.mark.parametrize(
