@@ -205,7 +205,7 @@ def test_the_divisor_of_a_whole_step_is_that_of_all_its_counts_together() -> Non
     try:
         rows = _by_rows(({"counts": row} for row in counts), 2)
         weighed = weighted(rows, lambda x: x["counts"], mesh, microbatches=2, divisor=divisor)
-        found = torch.stack([scale for _, scale in weighed])
+        found = torch.stack([batch["loss_weights"] * scale for batch, scale in weighed])
     finally:
         dist.destroy_process_group()
     sums = torch.tensor([[7.0, 0.0, 1.0], [2.0, 5.0, 4.0]], dtype=torch.float64)  # of what counts
