@@ -79,29 +79,26 @@ def named_tensors(parts: Iterable[nn.Module]) -> Iterator[NamedTensor]:
             yield NamedTensor(names=names, place=group[0], chunks=chunks_of(group[0]))
 
 
-class SteppedPieces:
-    """Finds the pieces of each parameter, if the optimizer steps pieces, not whole parameters."""
+def stepped_tensors(
+    parts: Iterable[nn.Module], optimizer: Optimizer | None
+) -> Iterator[tuple[NamedTensor, Sequence[ParameterPiece] | None]]:
+    """Yield every parameter and buffer with the pieces that the optimizer steps on this rank.
 
-    def __init__(self, optimizer: Optimizer | None) -> None:
-        pieces = pieces_of(optimizer) if optimizer is not None else None
-        self._are_pieces = pieces is not None
-        self._pieces: dict[int, list[ParameterPiece]] = {}
-        for piece in pieces or ():
-            self._pieces.setdefault(id(piece.parameter), []).append(piece)
-
-    def pieces(self, tensor: Tensor) -> Sequence[ParameterPiece] | None:
-        """Return a parameter's pieces on this rank, or None if the optimizer steps it directly."""
-        if not (self._are_pieces and tensor.requires_grad):
-            return None
-        return self._pieces.get(id(tensor), ())
+    In place of pieces, None is yielded for a tensor that the optimizer does not step in pieces.
+    """
+    pieces = pieces_of(optimizer) if optimizer is not None else None
+    by_parameter: dict[int, list[ParameterPiece]] = {}
+    for piece in pieces or ():
+        by_parameter.setdefault(id(piece.parameter), []).append(piece)
+    for one in named_tensors(parts):
+        are_pieces = pieces is not None and one.place.tensor.requires_grad
+        yield one, by_parameter.get(id(one.place.tensor), ()) if are_pieces else None
 
 
 def local_weights(parts: Iterable[nn.Module], optimizer: Optimizer | None) -> Iterator[LocalPart]:
     """Yield the weights on this rank; if the optimizer has an fp32 copy, yield the copy."""
-    stepped = SteppedPieces(optimizer)
-    for one in named_tensors(parts):
+    for one, pieces in stepped_tensors(parts, optimizer):
         tensor, key = one.place.tensor, one.names[0]
-        pieces = stepped.pieces(tensor)
         if pieces is None:
             local, is_buffer = local_tensor(tensor.detach()), not one.is_parameter
             yield LocalPart(key=key, chunks=one.chunks, tensor=local, is_buffer=is_buffer)

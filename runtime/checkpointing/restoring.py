@@ -32,10 +32,10 @@ from autopar.runtime.checkpointing.finding import (
 from autopar.runtime.checkpointing.manifest import Logical, StoredShard, rank_file
 from autopar.runtime.checkpointing.owners import (
     Slices,
-    SteppedPieces,
     named_tensors,
     overlaps,
     parts_of,
+    stepped_tensors,
 )
 from autopar.runtime.checkpointing.safetensors_file import HostRoom, WrittenFile
 from autopar.runtime.checkpointing.states import (
@@ -175,11 +175,10 @@ def _refuse_others(checkpoint: Checkpoint, parts: Iterable[nn.Module]) -> None:
 
 def _restore_weights(reader: Reader, parts: Sequence[nn.Module], optimizer: Optimizer) -> None:
     """Restore parameters, buffers, and the optimizer's fp32 copies."""
-    stepped = SteppedPieces(optimizer)
-    for one in named_tensors(parts):
+    for one, pieces in stepped_tensors(parts, optimizer):
         tensor, key = one.place.tensor, WEIGHT + one.names[0]
         reader.fill(key, one.chunks, local_tensor(tensor.detach()))
-        for piece in stepped.pieces(tensor) or ():
+        for piece in pieces or ():
             if is_copy(piece):
                 for part in parts_of(piece, key, one.chunks, value_of(piece)):
                     reader.fill(key, part.chunks, part.tensor)

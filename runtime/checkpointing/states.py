@@ -17,11 +17,11 @@ from torch.optim import Optimizer
 from autopar.runtime.checkpointing.owners import (
     LocalPart,
     NamedTensor,
-    SteppedPieces,
     local_weights,
     named_tensors,
     parts_of,
     parts_of_span,
+    stepped_tensors,
 )
 from autopar.runtime.data_parallel.buckets import MEAN, Bucket, gradient_dtype
 from autopar.runtime.data_parallel.wrapping import buckets_of
@@ -102,12 +102,10 @@ class SteppedTensor:
 
 def targets(parts: Iterable[nn.Module], optimizer: Optimizer) -> Iterator[SteppedTensor]:
     """Yield everything that an optimizer steps on this rank."""
-    stepped = SteppedPieces(optimizer)
-    for one in named_tensors(parts):
+    for one, pieces in stepped_tensors(parts, optimizer):
         tensor, name = one.place.tensor, one.names[0]
         if not isinstance(tensor, nn.Parameter) or not tensor.requires_grad:
             continue
-        pieces = stepped.pieces(tensor)
         if pieces is None:
             yield SteppedTensor(name=name, parameter=tensor, chunks=one.chunks, piece=None)
         for piece in pieces or ():

@@ -73,8 +73,7 @@ class StorePath:
 
     def iterdir(self) -> Iterator[StorePath]:
         """Yield the entries of this folder."""
-        with _as_os_errors(self.url):
-            store, path = self._opened()
+        with self._opened() as (store, path):
             found = store.ls(path, detail=False)
         for name in sorted({PurePosixPath(one).name for one in found}):
             yield self / name
@@ -90,15 +89,12 @@ class StorePath:
     @contextmanager
     def open(self, mode: str = "rb") -> Iterator[io.BufferedIOBase]:
         """Open a file to read it."""
-        with _as_os_errors(self.url):
-            store, path = self._opened()
-            with store.open(path, mode) as file:
-                yield file
+        with self._opened() as (store, path), store.open(path, mode) as file:
+            yield file
 
     def read_bytes(self, start: int | None = None, end: int | None = None) -> bytes:
         """Return the contents of a file, or a range of bytes."""
-        with _as_os_errors(self.url):
-            store, path = self._opened()
+        with self._opened() as (store, path):
             found: bytes = store.cat_file(path, start=start, end=end)
         return found
 
@@ -108,8 +104,7 @@ class StorePath:
 
     def write(self, blocks: Iterable[bytes | memoryview]) -> None:
         """Write a file block by block. It appears once all blocks are written."""
-        with _as_os_errors(self.url):
-            store, path = self._opened()
+        with self._opened() as (store, path):
             try:
                 file = store.open(path, "wb")
             except FileNotFoundError:
@@ -129,8 +124,7 @@ class StorePath:
 
     def unlink(self) -> None:
         """Remove a file."""
-        with _as_os_errors(self.url):
-            store, path = self._opened()
+        with self._opened() as (store, path):
             store.rm_file(path)
 
     def replace(self, target: StorePath) -> None:
@@ -142,9 +136,8 @@ class StorePath:
             return
         if target.is_file():  # not all stores overwrite
             target.unlink()
-        with _as_os_errors(self.url):
-            store, path = self._opened()
-            store.mv(path, target._opened()[1])
+        with self._opened() as (store, path):
+            store.mv(path, _file_system(target.url)[1])
 
     def size_bytes(self) -> int:
         """Return a file's size."""
@@ -155,8 +148,7 @@ class StorePath:
 
     def written_at(self) -> float:
         """Return when a file was written, in seconds since 1970."""
-        with _as_os_errors(self.url):
-            store, path = self._opened()
+        with self._opened() as (store, path):
             return float(store.modified(path).timestamp())
 
     def _info(self) -> dict[str, Any] | None:
@@ -165,8 +157,7 @@ class StorePath:
         A store that does not respond raises an error, so that a file does not seem missing.
         """
         try:
-            with _as_os_errors(self.url):
-                store, path = self._opened()
+            with self._opened() as (store, path):
                 found: dict[str, Any] = store.info(path)
         except FileNotFoundError:
             return None
@@ -174,17 +165,23 @@ class StorePath:
 
     def _make_folder(self) -> None:
         """Create the folder, for stores that have folders."""
-        with _as_os_errors(self.url):
-            store, path = self._opened()
+        with self._opened() as (store, path):
             store.makedirs(path, exist_ok=True)
 
-    def _opened(self) -> tuple[Any, str]:
-        """Return the file system and the path in it, without cached listings."""
-        from fsspec.core import url_to_fs  # imported here, because most trainings need no store
+    @contextmanager
+    def _opened(self) -> Iterator[tuple[Any, str]]:
+        """Yield the file system and the path in it; raise every error inside as an OSError."""
+        with _as_os_errors(self.url):
+            yield _file_system(self.url)
 
-        store, path = url_to_fs(self.url)
-        store.invalidate_cache()
-        return store, path
+
+def _file_system(url: str) -> tuple[Any, str]:
+    """Return the file system of a URL and the path in it, without cached listings."""
+    from fsspec.core import url_to_fs  # imported here, because most trainings need no store
+
+    store, path = url_to_fs(url)
+    store.invalidate_cache()
+    return store, path
 
 
 Location: TypeAlias = Path | StorePath
@@ -201,7 +198,7 @@ def location(text: str) -> Location:
         refuse(f"{text} names no place in a store", fix=f"{scheme}://bucket/folder, without * ? [")
     place = StorePath(text.rstrip("/"))
     try:
-        place._opened()
+        _file_system(place.url)
     except Exception as error:
         refuse(
             f"{scheme}:// cannot be opened: {error}",

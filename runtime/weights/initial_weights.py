@@ -103,16 +103,14 @@ def move_to_meta(found: Collection[TensorPlace], on_meta: Callable[[Tensor], Ten
             put_everywhere(group, on_meta(group[0].tensor.detach()))
 
 
-def meta_model(
-    factory: Callable[[], nn.Module], check: Callable[[nn.Module], None], *, seed: int = 0
-) -> nn.Module:
+def meta_model(factory: Callable[[], nn.Module], check: Callable[[nn.Module], None]) -> nn.Module:
     """Build a model without memory that otherwise equals the model of plain PyTorch.
 
     The constructor finds the same files, values and devices. Tensors that it leaves elsewhere, as
     in caches, get values. `check` is called before the tensors are replaced by meta tensors.
     """
     with new_objects_apart():
-        model, recording = recorded_model(factory, seed)
+        model, recording = recorded_model(factory, seed=0)
         if isinstance(model, nn.Module):
             check(model)
             strip(model)
