@@ -85,11 +85,8 @@ class _CopyingModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward of the module's class."""
         args, kwargs = tree_map_only(Tensor, Tensor.clone, (args, kwargs))
-        return tree_map_only(Tensor, _owned, super().forward(*args, **kwargs))
-
-
-def _owned(result: Tensor) -> Tensor:
-    return result.clone() if result._is_view() else result
+        results = super().forward(*args, **kwargs)
+        return tree_map_only(Tensor, lambda one: one.clone() if one._is_view() else one, results)
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,13 +364,11 @@ def in_float8(parts: Iterable[nn.Module]) -> dict[Any, Scaling]:
 
 
 def _suits(module: nn.Module, scaling: Scaling) -> bool:
-    weight = module.weight if type(module) is nn.Linear else None
-    return (
-        weight is not None
-        and weight.requires_grad
-        and weight.dtype is not torch.float64
-        and all(size % scaling.multiple == 0 for size in weight.shape)
-    )
+    if type(module) is not nn.Linear:
+        return False
+    weight = module.weight
+    is_trained = weight.requires_grad and weight.dtype is not torch.float64
+    return is_trained and all(size % scaling.multiple == 0 for size in weight.shape)
 
 
 def compile_layers(

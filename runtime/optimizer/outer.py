@@ -25,7 +25,7 @@ _OUTER = "outer_optimizer"  # the attribute of an inner optimizer that holds its
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Sent:
+class _ComingChange:
     """Some tensors whose change is being summed over the replicas."""
 
     numbers: Sequence[int]  # their indices among the tensors that the inner optimizer steps
@@ -83,7 +83,7 @@ class OuterOptimizer:
             [list(range(len(self._common)))] if parts == 1 else self._tensors_of_parts(parts, mesh)
         )
         self._sending = mesh.replica if parts == 1 else replicas_apart(mesh)
-        self._sent: list[_Sent] = []
+        self._sent: list[_ComingChange] = []
         self._are_alike = True
         optimizer.__dict__[_OUTER] = self
 
@@ -141,7 +141,7 @@ class OuterOptimizer:
         if self._sgd.defaults["momentum"]:
             self._sgd.state[self._common_of[id(target)]]["momentum_buffer"].copy_(value)
 
-    def _send(self, numbers: Sequence[int]) -> _Sent:
+    def _send(self, numbers: Sequence[int]) -> _ComingChange:
         every = self._values()
         values = torch.cat([every[one].reshape(-1) for one in numbers])
         change, held = torch.empty_like(values), [self._common[one] for one in numbers]
@@ -150,9 +150,11 @@ class OuterOptimizer:
         change.sub_(values)
         if self._link is not None and self._delay:
             values = self._kept_copy(values)
-        return _Sent(numbers=numbers, values=values, change=ComingSum(change, self._sending))
+        return _ComingChange(
+            numbers=numbers, values=values, change=ComingSum(change, self._sending)
+        )
 
-    def _receive(self, sent: _Sent) -> None:
+    def _receive(self, sent: _ComingChange) -> None:
         held, every = [self._common[one] for one in sent.numbers], self._values()
         sizes = _sizes(held)
         mean = sent.change.value().div_(self.replica.size)
