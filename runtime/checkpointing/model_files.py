@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from types import MappingProxyType
 from uuid import uuid4
 
 from torch import Tensor
@@ -40,7 +39,8 @@ from autopar.runtime.weights.stored_tensors import INDEX
 
 CONFIG = "config.json"
 WEIGHTS = (f"*model*{ENDING}", f"*{ENDING}.index.json")  # file names that libraries look for
-EXPORT_MARK = MappingProxyType({"format": "pt", **MARK})  # a checkpoint's files have no "format"
+# a checkpoint's files have no "format"
+EXPORT_MARK: Mapping[str, str] = {"format": "pt", **MARK}
 _FIX = "name another place with --export, or --export none to keep no weights"
 _MOST_BYTES = 10**8  # the limit of safetensors for a header; also used for an index
 _LEFT_SECONDS = 3600.0  # an unfinished file that has not grown for so long is abandoned

@@ -11,10 +11,9 @@ a piece also rounds the mean, and adds the errors of that (`Feedback.mean`) to t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -313,7 +312,7 @@ def _sums(tensors: Sequence[Tensor], averaging: Averaging) -> Iterator[list[Tens
     yield shaped
 
 
-COMPRESSORS = MappingProxyType({INT8: Compressor, POWERSGD: LowRank})
+COMPRESSORS: Mapping[str, type[Compressor]] = {INT8: Compressor, POWERSGD: LowRank}
 
 
 class ComingCompressed:

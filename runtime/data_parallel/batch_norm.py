@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -81,7 +80,7 @@ def _widened(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 _FUNCTIONS = (functional.batch_norm, functional.instance_norm)
-_WIDENED = MappingProxyType({function: _widened(function) for function in _FUNCTIONS})
+_WIDENED: Mapping[Any, Any] = {function: _widened(function) for function in _FUNCTIONS}
 
 
 class _Synchronised(_BatchNorm):

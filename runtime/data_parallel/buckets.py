@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -39,14 +38,12 @@ class Sharding:
         return self.shards_modules and not self.frees_after_forward
 
 
-LEVELS: Mapping[int, Sharding] = MappingProxyType(
-    {
-        0: Sharding(),
-        1: Sharding(steps_parts=True),
-        2: Sharding(shards_modules=True),
-        3: Sharding(shards_modules=True, frees_after_forward=True),
-    }
-)
+LEVELS: Mapping[int, Sharding] = {
+    0: Sharding(),
+    1: Sharding(steps_parts=True),
+    2: Sharding(shards_modules=True),
+    3: Sharding(shards_modules=True, frees_after_forward=True),
+}
 
 
 def sharding_of(zero: int) -> Sharding:

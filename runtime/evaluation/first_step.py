@@ -9,7 +9,6 @@ from argparse import Namespace
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -40,15 +39,13 @@ __all__ = ["PlainModel", "check_first_step"]  # for scripts
 # rounds factors to 4 bits, which changes the losses of 50 steps of a small Llama by a fortieth of
 # what is allowed.
 _FULL = 500 * torch.finfo(torch.float32).eps
-ALLOWED: Mapping[torch.dtype, float] = MappingProxyType(
-    {
-        torch.float64: _FULL,
-        torch.float32: _FULL,
-        torch.float16: 4 * torch.finfo(torch.float16).eps,
-        torch.bfloat16: torch.finfo(torch.bfloat16).eps,
-        torch.float8_e4m3fn: torch.finfo(torch.float8_e4m3fn).eps / 4,
-    }
-)
+ALLOWED: Mapping[torch.dtype, float] = {
+    torch.float64: _FULL,
+    torch.float32: _FULL,
+    torch.float16: 4 * torch.finfo(torch.float16).eps,
+    torch.bfloat16: torch.finfo(torch.bfloat16).eps,
+    torch.float8_e4m3fn: torch.finfo(torch.float8_e4m3fn).eps / 4,
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,12 +6,11 @@ import errno
 import io
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
-from types import MappingProxyType
 from typing import Any, TypeAlias
 from uuid import uuid4
 
@@ -289,7 +288,8 @@ def _as_os_errors(url: str) -> Iterator[None]:
         raise OSError(getattr(error, "errno", None) or missing, said, url) from error
 
 
-MARK = MappingProxyType({"written_by": "autopar"})  # in files that autopar writes and may replace
+# in files that autopar writes and may replace
+MARK: Mapping[str, str] = {"written_by": "autopar"}
 MANIFEST = "checkpoint.json"  # a folder with this file is a checkpoint
 STEP, UNFINISHED, BROKEN = "step-", ".tmp", ".broken"
 _OF_A_STEP = re.compile(rf"{STEP}\d+({re.escape(UNFINISHED)}|{re.escape(BROKEN)})?")

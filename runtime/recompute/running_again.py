@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, contextmanager
 from enum import Enum
 from functools import lru_cache, partial, reduce, wraps
 from io import BytesIO
-from types import FunctionType, MappingProxyType
+from types import FunctionType
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -185,9 +185,10 @@ ATTENTION = (
     "_scaled_dot_product_attention_math",
 )
 # The ops whose results each mode saves, so that they do not run again; None: the mode saves none.
-SAVED: Mapping[Mode, IsSaved | None] = MappingProxyType(
-    {"selective": frozenset(MATMULS + ATTENTION).__contains__, "full": None}
-)
+SAVED: Mapping[Mode, IsSaved | None] = {
+    "selective": frozenset(MATMULS + ATTENTION).__contains__,
+    "full": None,
+}
 
 
 def recompute(module: nn.Module, mode: Mode, *, keep: Collection[str] | None = None) -> None:
