@@ -25,7 +25,7 @@ from autopar.planner.precision import (
     item_bytes,
     optimizer_bytes,
 )
-from autopar.planner.rules.rule import Rule, Traffic
+from autopar.planner.rules.rule import Traffic
 from autopar.planner.rules.table import rule_of
 
 
@@ -174,8 +174,8 @@ def total_work(ops: Iterable[Op], works: Mapping[str, OpWork]) -> OpWork:
 
 def op_flops(op: Op, graph: Graph, axes: GraphAxes, *, batch: int) -> int:
     """Return the FLOPs of an op's forward and backward."""
-    shapes, rule = LocalShapes(op, graph, axes.ops[op.name], batch=batch), rule_of(op.target)
-    return forward_flops(rule, shapes) + backward_flops(rule, shapes)
+    shapes = LocalShapes(op, graph, axes.ops[op.name], batch=batch)
+    return forward_flops(shapes) + backward_flops(shapes)
 
 
 class _Annotator:
@@ -189,41 +189,40 @@ class _Annotator:
 
     def work(self, op: Op) -> OpWork:
         """Return the work of an op, and note the tensors that it saves: each counts once."""
-        rule = rule_of(op.target)
         shapes = LocalShapes(op, self.graph, self.axes.ops[op.name], batch=self.batch)
         differentiable = self.graph.learns(op)
         moved = 0
         if not self.memory.takes_none(op):
             moved = moved_bytes(op, self.graph, self._bytes)
         return OpWork(
-            forward_flops=forward_flops(rule, shapes),
-            backward_flops=backward_flops(rule, shapes),
+            forward_flops=forward_flops(shapes),
+            backward_flops=backward_flops(shapes),
             forward_bytes=moved,
-            backward_bytes=self._moved_backward(rule, op, moved) if differentiable else 0,
-            saved_bytes=self._made(rule, op, shapes) + self._newly_kept(rule, op),
+            backward_bytes=self._moved_backward(op, moved) if differentiable else 0,
+            saved_bytes=self._made(op, shapes) + self._newly_kept(op),
         )
 
     def _bytes(self, name: str) -> int:
         tensor = self.graph.tensors[name]
         return tensor.expected_numel(self.batch) * item_bytes(tensor.dtype, self.precision)
 
-    def _moved_backward(self, rule: Rule, op: Op, moved: int) -> int:
+    def _moved_backward(self, op: Op, moved: int) -> int:
         """Return the bytes that an op's backward reads and writes.
 
         The estimate is what the forward moves, plus the gradients of the op's inputs. For an op
         that gathers entries of a table, these gradients are left out.
         """
-        if moved == 0 or rule.traffic is Traffic.GATHERED:
+        if moved == 0 or rule_of(op.target).traffic is Traffic.GATHERED:
             return moved
         tensors = self.graph.tensors
         return moved + sum(self._bytes(name) for name in op.inputs if tensors[name].requires_grad)
 
-    def _made(self, rule: Rule, op: Op, shapes: LocalShapes) -> int:
-        made = made_by(op, rule, graph=self.graph, precision=self.precision, kernels=FUSED)
+    def _made(self, op: Op, shapes: LocalShapes) -> int:
+        made = made_by(op, graph=self.graph, precision=self.precision, kernels=FUSED)
         return sum(made_elements(one, shapes) * one.item_bytes for one in made)
 
-    def _newly_kept(self, rule: Rule, op: Op) -> int:
-        names = names_kept(op, rule, graph=self.graph, kernels=FUSED)
+    def _newly_kept(self, op: Op) -> int:
+        names = names_kept(op, graph=self.graph, kernels=FUSED)
         new = dict.fromkeys(root for root in map(self.memory.root, names) if root not in self.kept)
         self.kept.update(new)
         origins = (TensorOrigin.OP, TensorOrigin.INPUT)

@@ -33,7 +33,6 @@ from autopar.planner.cluster.tool_output import (
     FoundNode,
     FoundNodes,
     GpuWiring,
-    InsideMachine,
     NetworkCard,
     cards_in,
     gpus_in,
@@ -174,7 +173,13 @@ def _seen_from_inside(nodes: Sequence[FoundNode]) -> Iterator[FoundNode]:
         if own is None or here is None or (one.kind, one.devices) != (own.kind, own.devices):
             yield one
         else:
-            yield replace(one, memory_bytes=here.memory_bytes, inside=here.inside)
+            yield replace(
+                one,
+                memory_bytes=here.memory_bytes,
+                wiring=here.wiring,
+                pcie_generation=here.pcie_generation,
+                cards=here.cards,
+            )
 
 
 def _here() -> FoundNode | None:
@@ -196,11 +201,9 @@ def _here() -> FoundNode | None:
         kind=gpu.name,
         devices=count,
         memory_bytes=gpu.memory_bytes,
-        inside=InsideMachine(
-            wiring=None if rest else _wiring(),
-            pcie_generation=gpu.pcie_generation,
-            cards=tuple(_cards()),
-        ),
+        wiring=None if rest else _wiring(),
+        pcie_generation=gpu.pcie_generation,
+        cards=tuple(_cards()),
     )
 
 

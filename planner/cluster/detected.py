@@ -142,7 +142,10 @@ def _devices(
 
 def _like(node: FoundNode) -> FoundNode:
     """Return a node with only the fields that decide which device it has."""
-    return replace(node, devices=1, inside=None, network="", name="" if node.kind else node.name)
+    name = "" if node.kind else node.name
+    return FoundNode(
+        name=name, kind=node.kind, devices=1, memory_bytes=node.memory_bytes, hints=node.hints
+    )
 
 
 def _device(node: FoundNode) -> Device | None:
@@ -162,8 +165,8 @@ def _described(node: FoundNode, device: Device, inside: MeasuredLink | None) -> 
     memory = node.memory_bytes
     if memory and abs(memory / device.memory_bytes - 1) > _NEAR:
         plain = replace(plain, own={"memory": bytes_text(memory)})
-    if node.inside is not None and node.inside.wiring is not None and node.devices > 1:
-        plain = _wired(plain, device, node.inside.wiring, node.inside.pcie_generation)
+    if node.wiring is not None and node.devices > 1:
+        plain = _wired(plain, device, node.wiring, node.pcie_generation)
     topology = plain.link.get("topology", device.link.topology)
     if inside is None or node.devices == 1 or topology == Topology.MESH:
         return plain  # in a mesh, two devices measure only their part of the links
@@ -270,10 +273,8 @@ def _unmeasured(nodes: Sequence[FoundNode], devices: Sequence[Device]) -> tuple[
 
 def _cards_of(node: FoundNode) -> Sequence[NetworkCard]:
     """Return the fastest cards of a machine; only those beside its GPUs, if there are any."""
-    if node.inside is None:
-        return ()
-    beside = node.inside.wiring.cards if node.inside.wiring else ()
-    cards = [one for one in node.inside.cards if one.name in beside] or node.inside.cards
+    beside = node.wiring.cards if node.wiring else ()
+    cards = [one for one in node.cards if one.name in beside] or node.cards
     most = max((one.bytes_per_second for one in cards), default=0.0)
     return [one for one in cards if one.bytes_per_second == most]
 
@@ -329,13 +330,12 @@ def _assumed(
             what = f"{shown(kind)} is" if kind else "the GPUs are"
             yield f"{what} {device.name}, with {size}: no tool tells the memory"
     if measured.inside is None:
-        looked_at = {(d.name, n.devices) for n, d in pairs if n.inside and n.inside.wiring}
+        looked_at = {(d.name, n.devices) for n, d in pairs if n.wiring}
         rest = {d for n, d in pairs if n.devices > 1 and (d.name, n.devices) not in looked_at}
         for device in sorted(rest, key=lambda one: one.name):
             yield f"links inside nodes of {device.name} are {device.link.name}, as usual"
-    wirings = ((node, node.inside.wiring) for node in nodes if node.inside and node.inside.wiring)
-    for node, wiring in wirings:
-        linked = [any(row) for row in wiring.links]
+    for node in nodes:
+        linked = [any(row) for row in node.wiring.links] if node.wiring else []
         if any(linked) and not all(linked):
             yield f"NVLinks between some GPUs of {node.name} are left out: all have PCIe"
 

@@ -26,13 +26,7 @@ class FoundNode:
     memory_bytes: int | None = None  # of a device
     hints: tuple[str, ...] = ()  # other words about the machine; one may be the device's name
     network: str = ""  # the known network that such machines have
-    inside: InsideMachine | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InsideMachine:
-    """What tools inside a machine say; fields are None or empty if they say nothing."""
-
+    # what tools inside the machine say
     wiring: GpuWiring | None = None
     pcie_generation: int | None = None
     cards: tuple[NetworkCard, ...] = ()

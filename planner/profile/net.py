@@ -13,8 +13,7 @@ import math
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -61,22 +60,6 @@ def run_ranks(
         for process in context.processes:
             if process.is_alive():
                 process.kill()
-
-
-@contextmanager
-def gloo(rank: int, ranks: int, folder: str) -> Iterator[None]:
-    """Put all ranks into a gloo group; each has one thread, as in training."""
-    threads = torch.get_num_threads()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        store = dist.FileStore(str(Path(folder) / "store"), ranks)  # type: ignore[attr-defined]
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
-        torch.set_num_threads(1)
-        try:
-            yield
-        finally:
-            torch.set_num_threads(threads)
-            dist.destroy_process_group()
 
 
 BLOCK_SECONDS = 2e-3  # calls are repeated for about this time before the clock is read

@@ -243,7 +243,7 @@ def divided_share(plan: Plan, axes: GraphAxes, layers: Layers) -> float | None:
             rule = rule_of(op.target)
             if rule is not None and rule.computes is not None:
                 continue  # no product of letters: a transform, a factor, a recurrent cell
-            flops = forward_flops(rule, shapes)
+            flops = forward_flops(shapes)
             total += flops
             divided += flops if layout.letter else 0
     return divided / total if total else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.planner.cluster.shape import GroupShape
@@ -262,13 +262,16 @@ def layer_flow(
         for name in one.op.inputs:
             produced.setdefault(name, parameters.get(name, outside.get(name, WHOLE)))
         produced.update(zip(one.op.outputs, one.layout.gives, strict=True))
+    uses = [pair for one in placed for pair in zip(one.op.inputs, one.layout.needs, strict=True)]
+    made = (name for one in placed for name in one.op.outputs)
+    handed_on = [(name, outside[name]) for name in made if name in outside]
     conversions = tuple(
         LayerConversion(
             tensor=tensor,
             needed=needed,
             cost=pricer.conversion(tensor, produced[tensor], needed, degree=degree, shape=shape),
         )
-        for tensor, needed in dict.fromkeys((*_uses(placed), *_handed_on(placed, outside)))
+        for tensor, needed in dict.fromkeys((*uses, *handed_on))
         if degree > 1 and needed != produced[tensor]
     )
     return LayerFlow(
@@ -296,18 +299,6 @@ def _placed(
         launches=pricer.launches(op),
         is_differentiable=pricer.graph.learns(op),
     )
-
-
-def _handed_on(
-    placed: tuple[PlacedOp, ...], outside: Mapping[str, Layout]
-) -> Iterator[tuple[str, Layout]]:
-    for one in placed:
-        yield from ((name, outside[name]) for name in one.op.outputs if name in outside)
-
-
-def _uses(placed: tuple[PlacedOp, ...]) -> Iterator[tuple[str, Layout]]:
-    for one in placed:
-        yield from zip(one.op.inputs, one.layout.needs, strict=True)
 
 
 # the name of the tensor that owns the memory; the axis of its split, or ""

@@ -320,15 +320,16 @@ class OpCase:
         return self.graph.tensors[root].origin is TensorOrigin.PARAMETER
 
 
-def forward_flops(rule: Rule, shapes: LocalShapes) -> int:
+def forward_flops(shapes: LocalShapes) -> int:
     """Return the FLOPs of an op's computation, or Σ 2·∏ sizes over the groups in `contracts`."""
-    computation = computation_of(rule, shapes)
+    computation = computation_of(shapes)
     if computation is not None:
         return computation.forward_flops
-    return sum(2 * shapes.letters(group.split()) for group in rule.contracts)
+    contracts = rule_of(shapes.op.target).contracts
+    return sum(2 * shapes.letters(group.split()) for group in contracts)
 
 
-def backward_flops(rule: Rule, shapes: LocalShapes) -> int:
+def backward_flops(shapes: LocalShapes) -> int:
     """Return the FLOPs of the backward: one product for each factor that needs a gradient.
 
     Flash attention computes five products, for two in the forward. An op without a gradient (whole
@@ -337,22 +338,23 @@ def backward_flops(rule: Rule, shapes: LocalShapes) -> int:
     op, graph = shapes.op, shapes.graph
     if not graph.learns(op):
         return 0
-    computation = computation_of(rule, shapes)
+    computation = computation_of(shapes)
     if computation is not None:
         return computation.backward_flops + sum(
             product.flops * _with_gradient((product.left, product.right), op, graph)
             for product in computation.products
         )
-    if len(rule.contracts) > 1:
-        return int(forward_flops(rule, shapes) * 2.5)
-    return forward_flops(rule, shapes) * _with_gradient(factors_of(op), op, graph)
+    if len(rule_of(op.target).contracts) > 1:
+        return int(forward_flops(shapes) * 2.5)
+    return forward_flops(shapes) * _with_gradient(factors_of(op), op, graph)
 
 
-def computation_of(rule: Rule, shapes: LocalShapes) -> Computation | None:
+def computation_of(shapes: LocalShapes) -> Computation | None:
     """Return an op's computation if the rule's letters do not determine its FLOPs; else None.
 
     If a contraction's tensors do not have the dims of its rule, only their shapes are known.
     """
+    rule = rule_of(shapes.op.target)
     if rule.contracts and not shapes.signature.is_opaque:
         return None
     if rule.computes is not None:

@@ -13,7 +13,7 @@ from autopar.planner.graph.graph import Graph
 from autopar.planner.graph.layouts import Layout, LayoutKind
 from autopar.planner.graph.ops import MODEL_DTYPE, Op, TensorOrigin, refs
 from autopar.planner.precision import ITEM_BYTES, Kernels, Precision, item_bytes
-from autopar.planner.rules.rule import OpKind, Rule, SavedForBackward
+from autopar.planner.rules.rule import OpKind, SavedForBackward
 from autopar.planner.rules.signature import Concat, leaves
 from autopar.planner.rules.table import kind_of, rule_of
 
@@ -177,7 +177,7 @@ def made_elements(made: MadeByKernel, shapes: LocalShapes) -> int:
 
 
 def made_by(
-    op: Op, rule: Rule, *, graph: Graph, precision: Precision, kernels: Kernels
+    op: Op, *, graph: Graph, precision: Precision, kernels: Kernels
 ) -> tuple[MadeByKernel, ...]:
     """Return the tensors that an op's kernel saves for its own backward."""
     own = graph.tensors[op.inputs[0]].dtype if op.inputs else MODEL_DTYPE
@@ -186,21 +186,21 @@ def made_by(
             letters=tuple(entry.what.split()),
             item_bytes=item_bytes(entry.dtype if entry.dtype in ITEM_BYTES else own, precision),
         )
-        for entry in _applying(op, rule, graph, kernels)
+        for entry in _applying(op, graph, kernels)
         if entry.dtype
     )
 
 
-def names_kept(op: Op, rule: Rule, *, graph: Graph, kernels: Kernels) -> Iterator[str]:
+def names_kept(op: Op, *, graph: Graph, kernels: Kernels) -> Iterator[str]:
     """Yield the operands and results that an op keeps."""
-    for entry in _applying(op, rule, graph, kernels):
+    for entry in _applying(op, graph, kernels):
         if not entry.dtype:
             yield from _named(entry, op)
 
 
 def keeps_anything(op: Op, graph: Graph, kernels: Kernels) -> bool:
     """Whether an op keeps tensors, or its kernel saves some, for its backward."""
-    entries = _applying(op, rule_of(op.target), graph, kernels)
+    entries = _applying(op, graph, kernels)
     return any(entry.dtype or any(_named(entry, op)) for entry in entries)
 
 
@@ -225,9 +225,11 @@ def _named(entry: SavedForBackward, op: Op) -> Iterable[str]:
     return refs(dict(op.arguments).get(entry.what))
 
 
-def _applying(op: Op, rule: Rule, graph: Graph, kernels: Kernels) -> Iterator[SavedForBackward]:
+def _applying(op: Op, graph: Graph, kernels: Kernels) -> Iterator[SavedForBackward]:
     if graph.learns(op):
-        yield from (entry for entry in rule.saves if _applies(entry, op, graph, kernels))
+        yield from (
+            entry for entry in rule_of(op.target).saves if _applies(entry, op, graph, kernels)
+        )
 
 
 def _applies(entry: SavedForBackward, op: Op, graph: Graph, kernels: Kernels) -> bool:

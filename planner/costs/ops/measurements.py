@@ -112,16 +112,6 @@ def read_host(architecture: str) -> Host:
     return Host(runs_ahead=kind == "gpu", **times)
 
 
-def measured_host(times: HostTimes, architecture: str) -> Host:
-    """Return the host with measured times of dispatch."""
-    return Host(
-        forward_seconds=times.forward_seconds,
-        backward_seconds=times.backward_seconds,
-        runs_ahead=architecture.casefold() != "cpu",
-        is_measured=True,
-    )
-
-
 class Measurements(Protocol):
     """Measured times: a profile, or a table in a test."""
 

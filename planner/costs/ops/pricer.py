@@ -8,6 +8,7 @@ dispatches and computes in turn.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property, partial
 
 from autopar.planner.axes.infer import GraphAxes
@@ -37,7 +38,6 @@ from autopar.planner.costs.ops.measurements import (
     Measurements,
     OpCost,
     OpKey,
-    measured_host,
     op_key,
     read_host,
 )
@@ -103,9 +103,16 @@ class OpPricer:
     @cached_property
     def host(self) -> Host:
         """The time to dispatch an op, measured if possible."""
+        usual = read_host(self.device.architecture)
         times = self._measured.host(self.device.name) if self._measured else None
-        own = self.device.architecture
-        return read_host(own) if times is None else measured_host(times, own)
+        if times is None:
+            return usual
+        return replace(
+            usual,
+            forward_seconds=times.forward_seconds,
+            backward_seconds=times.backward_seconds,
+            is_measured=True,
+        )
 
     @cached_property
     def residence(self) -> Residence:
@@ -214,13 +221,7 @@ class OpPricer:
     def kept(self, op: Op) -> KeptTensors:
         """Return the tensors that an op keeps for its backward."""
         if op.name not in self._kept:
-            made = made_by(
-                op,
-                rule_of(op.target),
-                graph=self.graph,
-                precision=self.precision,
-                kernels=self.kernels,
-            )
+            made = made_by(op, graph=self.graph, precision=self.precision, kernels=self.kernels)
             self._kept[op.name] = KeptTensors(
                 names=self._names_kept(op), made=made, shapes=partial(self.shapes, op)
             )
@@ -235,7 +236,7 @@ class OpPricer:
         """Return the operands and results that an op keeps if it is not compiled."""
         key, known = (op.name, self.kernels), self._alike.uncompiled
         if key not in known:
-            names = names_kept(op, rule_of(op.target), graph=self.graph, kernels=self.kernels)
+            names = names_kept(op, graph=self.graph, kernels=self.kernels)
             known[key] = tuple(dict.fromkeys(filter(self._is_activation, names)))
         return known[key]
 

@@ -39,7 +39,7 @@ def computed_seconds(case: OpCase) -> OpSeconds:
 
     Leaves out that a library keeps the weights of a recurrent layer on chip from step to step.
     """
-    computation = computation_of(case.rule, case.shapes)
+    computation = computation_of(case.shapes)
     if computation is None:
         return traffic_seconds(case)
     steps_apart = case.rates.is_cpu and computation.unfused > 1

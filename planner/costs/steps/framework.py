@@ -163,7 +163,10 @@ def optimizer_seconds(
     """
     if not parameters:
         return 0.0
-    copies = _copy_bytes(precision, is_fused=is_fused)
+    copies = 0
+    if precision.is_half:
+        copies = _WEIGHT_BYTES if is_fused else _MASTER_BYTES + _WEIGHT_BYTES
+        copies += _UNSCALING_BYTES * precision.scales_loss
     if element_seconds is not None:
         return parameters * element_seconds * (1 + copies / (_STEP_BYTES + _CLIPPING_BYTES))
     clipping = 0 if is_fused else _CLIPPING_BYTES
@@ -256,11 +259,3 @@ def from_host_byte_seconds(
         return 0.0
     wide = 2 if arrangement.precision.is_half else 1
     return wide / (host.bytes_per_second * constants.host_link_share)
-
-
-def _copy_bytes(precision: Precision, *, is_fused: bool) -> int:
-    """Return the bytes that a step moves per parameter besides its fp32 state and gradient."""
-    if not precision.is_half:
-        return 0
-    weight = _WEIGHT_BYTES if is_fused else _MASTER_BYTES + _WEIGHT_BYTES
-    return weight + (_UNSCALING_BYTES if precision.scales_loss else 0)

@@ -89,7 +89,8 @@ def _work(load: StageLoad, arrangement: Arrangement) -> PeakMemory:
         cost = work.cost
         coming = cost.learned_gradient_bytes + _narrow_bytes(cost, arrangement)
         waiting = _waiting_bytes(cost, arrangement)
-        leaving = _leaving_bytes(made, arrangement)
+        sends = arrangement.offload.has_states
+        leaving = _beside_buckets(made, arrangement.bucket_bytes, arrangement) if sends else 0
         here = waiting + coming + work.beside_bytes
         most = max(most, _learning(cost, -freed, leaving, here), key=sum)
         made += work.count * cost.gradient_bytes
@@ -247,13 +248,6 @@ def _beside_buckets(made_bytes: int, bucket_bytes: int, arrangement: Arrangement
 
 
 _LEAVING = 2  # buckets: one takes gradients while the one before is copied to the host
-
-
-def _leaving_bytes(gradient_bytes: int, arrangement: Arrangement) -> int:
-    """Return the gradients on their way to the host, in a backward of several microbatches."""
-    if not arrangement.offload.has_states:
-        return 0
-    return _beside_buckets(gradient_bytes, arrangement.bucket_bytes, arrangement)
 
 
 def _learning(cost: LayerCost, saved_bytes: int, gradients: int, unsharded: int) -> PeakMemory:

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from autopar.planner.cluster.cluster import Collective
 from autopar.planner.cluster.shape import GroupShape
+from autopar.planner.costs.collectives.conversions import NO_STATISTICS, Statistics
 from autopar.planner.precision import Compression
 
 Seconds = Callable[[float], float]
@@ -25,7 +26,10 @@ Seconds = Callable[[float], float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerLoad:
-    """A layer's compute times, and the bytes of its parameters and gradients."""
+    """A layer's compute times, and the bytes of its parameters and gradients.
+
+    It stands for `count` equal layers in a row.
+    """
 
     forward_seconds: float
     backward_seconds: float
@@ -34,6 +38,8 @@ class LayerLoad:
     whole_gradient_bytes: float = 0.0  # of these, the bytes that compression sends whole
     thin_gradient_bytes: float = 0.0  # of the others, as PowerSGD sends them
     float8_weights: tuple[tuple[int, int], ...] = ()  # rows and elements; gathered in float8
+    statistics: Statistics = NO_STATISTICS  # of batch norms synchronised over data ranks
+    count: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,6 @@ from autopar.planner.cluster.shape import (
     neighbour_shape,
 )
 from autopar.planner.costs.collectives.choice import collective_seconds
-from autopar.planner.costs.collectives.conversions import Statistics
 from autopar.planner.costs.kernels.rates import Throughput, rates_of
 from autopar.planner.costs.prediction import Arrangement, LayerCost, RankCost
 from autopar.planner.costs.schedules.simulation import StageSeconds
@@ -29,15 +28,6 @@ from autopar.planner.costs.steps.framework import (
 from autopar.planner.costs.steps.overlap import LayerLoad
 from autopar.planner.costs.steps.state import float8_elements, float8_parts
 from autopar.planner.precision import GRADIENT_BYTES, Compression, Precision
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RepeatedLayers:
-    """A run of equal layers, with the facts that the time of data-axis collectives depends on."""
-
-    load: LayerLoad
-    statistics: Statistics
-    count: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +53,7 @@ class StageLoad(RankCost):
     """
 
     works: tuple[LayerWork, ...]  # in the order of the layers
-    layers: tuple[RepeatedLayers, ...]
+    layers: tuple[LayerLoad, ...]  # of equal layers in a row
     gradient_seconds: float = 0.0  # of casting and adding up the gradients, part of a backward
     staying_bytes: int = 0  # of host_saved_bytes: not copied, because the backward comes at once
 
@@ -120,10 +110,7 @@ def stage_load(layers: Sequence[LayerCost]) -> StageLoad:
         float8_weights=tuple(narrow.items()),
         output_bytes=layers[-1].output_bytes if layers else 0,
         works=tuple(_works(runs)),
-        layers=tuple(
-            RepeatedLayers(load=_load(cost), statistics=cost.statistics, count=count)
-            for cost, count in runs
-        ),
+        layers=tuple(_load(cost, count) for cost, count in runs),
     )
 
 
@@ -144,7 +131,7 @@ def _works(runs: Sequence[tuple[LayerCost, int]]) -> Iterator[LayerWork]:
             before, beside = cost, cost.host_saved_bytes or beside
 
 
-def _load(cost: LayerCost) -> LayerLoad:
+def _load(cost: LayerCost, count: int) -> LayerLoad:
     return LayerLoad(
         forward_seconds=cost.forward_seconds,
         backward_seconds=cost.backward_seconds,
@@ -153,6 +140,8 @@ def _load(cost: LayerCost) -> LayerLoad:
         gradient_bytes=cost.gradient_bytes,
         whole_gradient_bytes=cost.whole_gradient_bytes,
         thin_gradient_bytes=cost.thin_gradient_bytes,
+        statistics=cost.statistics,
+        count=count,
     )
 
 
@@ -220,57 +209,49 @@ def summed_seconds(shape: GroupShape, size_bytes: float) -> float:
     return collective_seconds(Collective.ALL_REDUCE, size_bytes, shape)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Degrees:
-    pipeline: int
-    data: int
-    tensor: int
-    shard: int
-    is_local: bool
-    precision: Precision
-
-
 def rank_groups(cluster: Cluster, arrangement: Arrangement) -> RankGroups:
     """Return the groups of an arrangement on a cluster. Cached."""
-    degrees = _Degrees(
-        pipeline=arrangement.pipeline,
-        data=arrangement.data,
-        tensor=arrangement.tensor,
-        shard=arrangement.shard,
+    return _groups(
+        cluster,
+        arrangement.pipeline,
+        arrangement.data,
+        arrangement.tensor,
+        arrangement.shard,
         is_local=arrangement.is_local,
         precision=arrangement.precision,
     )
-    return _groups(cluster, degrees)
 
 
 @lru_cache(maxsize=1024)
-def _groups(cluster: Cluster, degrees: _Degrees) -> RankGroups:
+def _groups(
+    cluster: Cluster,
+    pipeline: int,
+    data: int,
+    tensor: int,
+    shard: int,
+    *,
+    is_local: bool,
+    precision: Precision,
+) -> RankGroups:
     """Return the groups: ranks are numbered by tensor first, then shard, replica and pipeline."""
-    tensor, data, pipeline, shard = (
-        degrees.tensor,
-        degrees.data,
-        degrees.pipeline,
-        degrees.shard,
-    )
     width = tensor * data
     alone, copies = group_shape(cluster, 1, 1), group_shape(cluster, data // shard, tensor * shard)
-    averaging = shard if degrees.is_local else data
     return RankGroups(
         tensor=group_shape(cluster, tensor, 1),
-        data=group_shape(cluster, averaging, tensor),
+        data=group_shape(cluster, shard if is_local else data, tensor),
         shard=group_shape(cluster, shard, tensor),
-        replicas=alone if degrees.is_local else copies,
-        outer=copies if degrees.is_local else alone,
+        replicas=alone if is_local else copies,
+        outer=copies if is_local else alone,
         neighbours=neighbour_shape(cluster, pipeline, width),
         ends=ends_shape(cluster, (pipeline - 1) * width),
         stages=group_shape(cluster, pipeline, width),
         stage_rates=tuple(
-            tuple(_rates(device, degrees.precision) for device in devices)
+            tuple(_rates(device, precision) for device in devices)
             for devices in kinds_of_blocks(cluster, pipeline)
         ),
         host=least_host(cluster),
         peak_flops_per_second=sum(
-            node.devices * _peak(node.device, degrees.precision) for node in cluster.nodes
+            node.devices * _peak(node.device, precision) for node in cluster.nodes
         ),
     )
 

@@ -52,7 +52,6 @@ from autopar.planner.costs.steps.overlap import (
 from autopar.planner.costs.steps.stage_load import (
     OuterSeconds,
     RankGroups,
-    RepeatedLayers,
     StageLoad,
     outer_seconds,
     scale_seconds,
@@ -114,7 +113,7 @@ NOTHING = DataSeconds()
 
 @lru_cache(maxsize=65536)
 def data_seconds(
-    layers: tuple[RepeatedLayers, ...], groups: DataGroups, *, microbatches: int
+    layers: tuple[LayerLoad, ...], groups: DataGroups, *, microbatches: int
 ) -> DataSeconds:
     """Return what gathers and reductions add to the seconds of a stage."""
     if not layers or (groups.data.ranks == 1 and not groups.to_host_byte_seconds):
@@ -126,9 +125,9 @@ def data_seconds(
     return replace(shared(loads, groups, microbatches), synchronising=sum(waits, NO_WAIT))
 
 
-def _loads(layers: Sequence[RepeatedLayers], groups: DataGroups) -> tuple[LayerLoad, ...]:
+def _loads(layers: Sequence[LayerLoad], groups: DataGroups) -> tuple[LayerLoad, ...]:
     """Return the layers one by one, with the bytes that are sent of parameters and gradients."""
-    return tuple(load for one in layers for load in (_as_sent(one.load, groups),) * one.count)
+    return tuple(load for one in layers for load in (_as_sent(one, groups),) * one.count)
 
 
 def _as_sent(load: LayerLoad, groups: DataGroups) -> LayerLoad:
@@ -152,21 +151,17 @@ def _gathering(groups: DataGroups) -> Seconds:
 
 def _reducing(groups: DataGroups) -> Seconds:
     """Return a function from the bytes of gradients to the seconds of their reduction."""
-    parts = groups.shard.ranks if groups.zero.divides_optimizer else 1
+    parts, copies, divided = None, groups.data, 1
+    if groups.zero.divides_optimizer:
+        parts, copies, divided = groups.shard, groups.replicas, groups.shard.ranks
     share = groups.compression.share or 1.0  # copies are in fp32; PowerSGD (0) has none
-    return _then(_summing(groups), groups.to_host_byte_seconds / share / parts)
+    summed = summing(_seconds, parts, copies, groups.compression)
+    return _then(summed, groups.to_host_byte_seconds / share / divided)
 
 
 def _then(sending: Seconds, byte_seconds: float) -> Seconds:
     """Return the formula for a collective and a copy that do not overlap."""
     return (lambda size: sending(size) + byte_seconds * size) if byte_seconds else sending
-
-
-def _summing(groups: DataGroups) -> Seconds:
-    parts = groups.shard if groups.zero.divides_optimizer else None
-    return summing(
-        _seconds, parts, groups.data if parts is None else groups.replicas, groups.compression
-    )
 
 
 @lru_cache(maxsize=1024)
@@ -301,7 +296,13 @@ def stage_price(
     devices = groups.stage_rates[rank_of(arrangement.schedule, stage, arrangement.pipeline)]
     link = groups.host.bytes_per_second * constants.host_link_share
     whole = with_first_fetch(stage_load(layers), stage, arrangement, link)
-    load = _with_gradients(whole, devices, arrangement, constants)
+    gradients = (
+        gradient_seconds(
+            whole.gradient_bytes, whole.trainable_tensors, arrangement, constants, rates
+        )
+        for rates in devices
+    )
+    load = replace(whole, gradient_seconds=max(gradients))
     data = data_seconds(
         load.layers,
         data_groups(groups, arrangement, constants, stage=stage),
@@ -325,20 +326,6 @@ def stage_price(
         optimizer_seconds=_optimizer_seconds(load, devices, groups, arrangement, constants),
         outer=outer_seconds(load, devices, groups, arrangement, constants),
     )
-
-
-def _with_gradients(
-    load: StageLoad,
-    devices: Sequence[Throughput],
-    arrangement: Arrangement,
-    constants: FrameworkConstants,
-) -> StageLoad:
-    """Return a stage with the seconds of its gradients on its slowest device."""
-    seconds = (
-        gradient_seconds(load.gradient_bytes, load.trainable_tensors, arrangement, constants, rates)
-        for rates in devices
-    )
-    return replace(load, gradient_seconds=max(seconds))
 
 
 def _optimizer_seconds(

@@ -20,7 +20,6 @@ from autopar.planner.cluster.detected import (
 from autopar.planner.cluster.file import choose_cluster, parse_cluster
 from autopar.planner.cluster.tool_output import (
     FoundNode,
-    InsideMachine,
     NetworkCard,
     cards_in,
     gpus_in,
@@ -37,9 +36,15 @@ def machine(kind: str, table: str = "", *, devices: int = 0, **more: Any) -> Fou
     """Return a machine that was looked at from inside."""
     wiring = wiring_in(table) if table else None
     cards: tuple[NetworkCard, ...] = more.pop("cards", ())
-    inside = InsideMachine(wiring=wiring, pcie_generation=more.pop("generation", None), cards=cards)
-    count = devices or (len(wiring.links) if wiring else 8)
-    return FoundNode(name="gpu1", kind=kind, devices=count, inside=inside, **more)
+    return FoundNode(
+        name="gpu1",
+        kind=kind,
+        devices=devices or (len(wiring.links) if wiring else 8),
+        wiring=wiring,
+        pcie_generation=more.pop("generation", None),
+        cards=cards,
+        **more,
+    )
 
 
 def made(*nodes: FoundNode, links: MeasuredLinks | None = None, **named: str) -> DetectedCluster:
