@@ -152,7 +152,12 @@ def state_of(parameters: Iterable[Parameter], precision: Precision) -> State:
         if parameter.trainable:
             gradients += GRADIENT_BYTES * count
             optimizer += round(optimizer_bytes(precision, parameter.moments) * count)
-    return State(parameter_bytes=weights, gradient_bytes=gradients, optimizer_bytes=optimizer)
+    return State(
+        parameter_bytes=weights,
+        gradient_bytes=gradients,
+        optimizer_bytes=optimizer,
+        trainable=gradients // GRADIENT_BYTES,
+    )
 
 
 def annotate(

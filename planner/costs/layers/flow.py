@@ -55,6 +55,7 @@ def layer_parameters(
     layouts = {name: parameters.get(name, WHOLE) for name in names}
     elements = {name: pricer.elements(name, layouts[name], flow.degree) for name in names}
     learned = [name for name in names if known[name].trainable]
+    trainable = sum(elements[name] for name in learned)
     replicated = [name for name in learned if layouts[name].kind is LayoutKind.REPLICATED]
     summed = {*replicated, *shared.tied.intersection(learned)}
     return LayerParameters(
@@ -63,7 +64,8 @@ def layer_parameters(
         parameter_bytes=sum(
             pricer.tensor_bytes(name, layouts[name], flow.degree) for name in names
         ),
-        gradient_bytes=GRADIENT_BYTES * sum(elements[name] for name in learned),
+        gradient_bytes=GRADIENT_BYTES * trainable,
+        trainable=trainable,
         optimizer_bytes=sum(
             round(optimizer_bytes(pricer.precision, known[name].moments) * elements[name])
             for name in learned

@@ -283,6 +283,7 @@ def memory_of(
         parameter_bytes=sum(load.parameter_bytes for load in loads),
         gradient_bytes=sum(load.gradient_bytes for load in loads),
         optimizer_bytes=sum(load.optimizer_bytes for load in loads),
+        trainable=sum(load.trainable for load in loads),
     )
     parameters, gradients, optimizer = state_by_category(totals, arrangement)
     return MemoryPrediction(

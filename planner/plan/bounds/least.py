@@ -34,7 +34,7 @@ from autopar.planner.programs.layouts.strategies import Ways
 _DIVIDED = (  # a layout divides these at most by the tensor degree
     *("saved_bytes", "transient_bytes", "learning_bytes", "early_gradient_bytes"),
     *("deferred_bytes", "output_bytes"),
-    *("parameter_bytes", "gradient_bytes", "optimizer_bytes", "parameters"),
+    *("parameter_bytes", "gradient_bytes", "optimizer_bytes", "parameters", "trainable"),
 )
 
 

@@ -22,6 +22,7 @@ LAYER = LayerCost(
     parameter_bytes=2_000_000,
     gradient_bytes=4_000_000,
     optimizer_bytes=12_000_000,
+    trainable=1_000_000,
     replicated_gradient_bytes=0,
     measured_seconds=0.0,
     learning_bytes=40,

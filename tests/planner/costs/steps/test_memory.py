@@ -119,7 +119,7 @@ def test_fp32_parameters_are_held_gathered_and_in_parts_by_zero_2() -> None:
 
 def test_frozen_parameters_have_no_optimizer_that_counts_their_parts() -> None:
     arrangement = replace(ARRANGEMENT, data=4, shard=4, zero=Zero.PARAMETERS)
-    frozen = layer(gradient_bytes=0, optimizer_bytes=0)
+    frozen = layer(trainable=0, gradient_bytes=0, optimizer_bytes=0)
     found = _alone([frozen], arrangement, SILENT)
     assert found.parameter_bytes == 2 * 2_000_000 // 4  # fp32
 

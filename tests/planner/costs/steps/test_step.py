@@ -62,7 +62,7 @@ def test_one_rank_computes_and_steps_its_optimizer() -> None:
 def test_a_norm_is_summed_over_every_axis_whose_ranks_have_other_gradients(
     degrees: dict[str, int], sums: int
 ) -> None:
-    nothing = layer(gradient_bytes=0, trainable_tensors=0)
+    nothing = layer(trainable=0, trainable_tensors=0)
     arrangement = replace(ARRANGEMENT, **degrees)  # type: ignore[arg-type]
     found = predicted([[nothing]] * arrangement.pipeline, arrangement)
     group = group_shape(choose_cluster(2, "h100-sxm"), 2, 1)
@@ -95,7 +95,7 @@ def test_the_optimizer_moves_bytes_of_its_state_of_clipping_and_of_copies(
     # fused kernel only writes (2). fp16 unscales the gradient, 8. At 0.9 · 3.35 TB/s, of which
     # kernels over many tensors reach 0.8.
     arrangement = replace(ARRANGEMENT, precision=precision)
-    found = predicted([[layer(gradient_bytes=4 * 10**8)]], arrangement, fuses_gradients=is_fused)
+    found = predicted([[layer(trainable=10**8)]], arrangement, fuses_gradients=is_fused)
     bandwidth = 0.9 * 3.35e12 * (1 if is_fused else 0.8)
     assert seconds_of(found)["optimizer"] == pytest.approx(moved * 1e8 / bandwidth, rel=0.01)
 

@@ -61,6 +61,7 @@ def random_modes(random: Random) -> Modes:
         transient_bytes=transient,
         output_bytes=random.randint(1, 8) * 1_000_000,
         parameters=parameters,
+        trainable=parameters,
         trainable_tensors=1 + parameters % 7,
         parameter_bytes=2 * parameters,
         gradient_bytes=4 * parameters,

@@ -56,8 +56,8 @@ PIPELINE = replace(
     ARRANGEMENT, pipeline=2, microbatches=4, schedule=ScheduleKind.INTERLEAVED_1F1B,
     stages_per_rank=2, bucket_bytes=2_000_000,
 )  # fmt: skip
-SMALL = replace(LAYER, gradient_bytes=4_000, parameter_bytes=2_000)
-LARGE = replace(LAYER, gradient_bytes=40_000_000)
+SMALL = replace(LAYER, gradient_bytes=4_000, parameter_bytes=2_000, trainable=1_000)
+LARGE = replace(LAYER, gradient_bytes=40_000_000, trainable=10_000_000)
 REPLICATED = replace(LARGE, replicated_gradient_bytes=LARGE.gradient_bytes)
 SAVING = replace(SMALL, saved_bytes=100_000_000, learning_bytes=0)
 
