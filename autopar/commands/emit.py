@@ -100,23 +100,29 @@ def emit_script(
     found = with_model(read_plan(plan), plan_folder, model)
     if target is None and (settings or shows or arguments):
         raise InputError("--set, --print and options after -- need --for", fix="--for slurm")
-    if target is not None and target in TOOLS:
-        if settings or arguments:
-            raise InputError(f"--set and options after -- do not go with --for {target}")
-        whole = traced_plan(found, plan_folder, uses_cache=cache)
-        _emit_for_tool(target, whole, output or plan_folder / target, force=force, shows=shows)
-        return
     if target is not None:
+        is_tool, folder = target in TOOLS, output or plan_folder / target
+        if is_tool and (settings or arguments):
+            raise InputError(f"--set and options after -- do not go with --for {target}")
         if check or standalone:
             raise InputError("--for does not go with --check or --standalone")
-        files, notes = _job(target, found, plan_folder, settings or (), arguments or ())
+        if is_tool:
+            whole = traced_plan(found, plan_folder, uses_cache=cache)
+            files, notes = tool_files(target, tool_facts(whole))
+        else:
+            files, notes = _job(target, found, plan_folder, settings or (), arguments or ())
+        for note in notes:
+            print_note(note)
         if shows:
-            _show(files, notes)
+            _show(files)
             return
-        folder = output or plan_folder / target
-        whole = traced_plan(found, plan_folder, uses_cache=cache)
-        write_job(whole, files, folder, _model(found, plan_folder), force=force)
-        _tell_written(files, notes, folder)
+        if is_tool:
+            write_tool_files(files, folder, force=force)
+        else:
+            whole = traced_plan(found, plan_folder, uses_cache=cache)
+            write_job(whole, files, folder, _model(found, plan_folder), force=force)
+        names = ", ".join(one.name for one in files)
+        results().print(f"Written: {folder}, with {names}", soft_wrap=True)
         return
     if standalone:
         if check:
@@ -152,7 +158,7 @@ def _model(plan: StoredPlan, plan_folder: Path) -> Path:
 
 def _job(
     target: str, plan: StoredPlan, plan_folder: Path, given: Sequence[str], arguments: Sequence[str]
-) -> tuple[Sequence[LaunchFile], Sequence[str]]:
+) -> tuple[tuple[LaunchFile, ...], tuple[str, ...]]:
     """Return the files of a job for a scheduler, and notes to read before it is submitted."""
     if target not in TARGETS:
         raise InputError(f"--for {target}", expected=", ".join((*TARGETS, *TOOLS)))
@@ -179,32 +185,12 @@ _FORGOTTEN = (
 )
 
 
-def _emit_for_tool(target: str, plan: Plan, folder: Path, *, force: bool, shows: bool) -> None:
-    """Write or print the files of another training tool, and tell what they cannot express."""
-    files, notes = tool_files(target, tool_facts(plan))
-    if shows:
-        _show(files, notes)
-        return
-    write_tool_files(files, folder, force=force)
-    _tell_written(files, notes, folder)
-
-
-def _show(files: Sequence[LaunchFile], notes: Sequence[str]) -> None:
-    """Print files, and notes on stderr."""
+def _show(files: Sequence[LaunchFile]) -> None:
+    """Print files; of several, each after a line with its name."""
     for one in files:
         if len(files) > 1:
             print(f"# ---- {one.name}")
         print(one.text, end="")
-    for note in notes:
-        print_note(note)
-
-
-def _tell_written(files: Sequence[LaunchFile], notes: Sequence[str], folder: Path) -> None:
-    for note in notes:
-        print_note(note)
-    results().print(
-        f"Written: {folder}, with {', '.join(one.name for one in files)}", soft_wrap=True
-    )
 
 
 def _needed(model: Path) -> list[str]:

@@ -44,7 +44,8 @@ def report(plan: StoredPlan, run: AnalyzedRun | None = None) -> str:
     )
     why = explain(plan)
     counts = [_counts(plan)] if plan.curve else []
-    figures = [*(_run_figures(plan, run) if run else ()), *counts, *plan_figures(plan, why)]
+    measured = [_measured(run), *_curves(plan, run)] if run else []
+    figures = [*measured, *counts, *plan_figures(plan, why)]
     return page.get_template("report.html.j2").render(
         beginning=Markup(BEGINNING),
         title=f"{plan.model.name} on {plan.machines.devices} × {plan.machines.device}",
@@ -133,11 +134,6 @@ def _counts(plan: StoredPlan) -> Figure:
             )
         ),
     )
-
-
-def _run_figures(plan: StoredPlan, run: AnalyzedRun) -> Iterator[Figure]:
-    yield _measured(run)
-    yield from _curves(plan, run)
 
 
 def _measured(run: AnalyzedRun) -> Figure:

@@ -104,11 +104,8 @@ class _Inference:
             for tensor in graph.tensors.values()
             if tensor.origin is not TensorOrigin.OP
         }
-        self._unify_batches()
-
-    def _unify_batches(self) -> None:
-        """Make the first dims of all inputs equal: each is the batch."""
-        firsts = [self.dims[name][0] for name in self.graph.inputs if self.dims[name]]
+        # the first dims of all inputs are equal: each is the batch
+        firsts = [self.dims[name][0] for name in graph.inputs if self.dims[name]]
         for other in firsts[1:]:
             self.unifier.unify(firsts[0], other)
 

@@ -136,7 +136,8 @@ class Unifier:
             return None
         if isinstance(top, Concat):
             parts = [self.representative(part) for part in top.parts]
-            if constant(len(parts)) != size or not self._all_equal(parts):
+            is_even = constant(len(parts)) == size
+            if not (is_even and all(self.unify(parts[0], other) for other in parts[1:])):
                 return None
             return outer, parts[0]
         if not isinstance(top, Leaf):
@@ -164,9 +165,6 @@ class Unifier:
         if size_of(product(lead)) != count:
             return False
         return all(self.unify(part, product(factors)) for part in parts.parts)
-
-    def _all_equal(self, dims: list[Dim]) -> bool:
-        return all(self.unify(dims[0], other) for other in dims[1:])
 
     def _flat(self, dims: Iterable[Dim], kind: type[FlattenedDims | Concat]) -> list[Dim]:
         """Return dims in which those of one kind (products, or concatenations) are flattened."""

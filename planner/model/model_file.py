@@ -250,7 +250,9 @@ def load_model_file(spec: str, arguments: Sequence[str] = ()) -> ModelFile:
     """Load MODEL as given on the command line, with its `key=value` arguments."""
     path, factory = split_spec(spec)
     module = import_file(path)
-    names = (factory, *REQUIRED, *OPTIONAL, *_of_evaluation(module))
+    # without an evaluation dataset, a function of such a common name is not meant for autopar
+    evaluating = ("metrics",) if hasattr(module, "build_eval_dataset") else ()
+    names = (factory, *REQUIRED, *OPTIONAL, *evaluating)
     functions = {name: getattr(module, name, None) for name in names}
     for name in (factory, *REQUIRED):
         _check_function(functions[name], name, path=path, module=module)
@@ -328,14 +330,6 @@ def _check_optional(module: ModuleType, path: Path) -> None:
                 where=str(path),
                 fix=f"did you mean {name}? Otherwise rename it: the names are too similar",
             )
-
-
-def _of_evaluation(module: ModuleType) -> tuple[str, ...]:
-    """Return the names of functions that autopar calls only with an evaluation dataset.
-
-    Without one, a function of such a common name is not meant for autopar.
-    """
-    return ("metrics",) if hasattr(module, "build_eval_dataset") else ()
 
 
 _OF_ROWS = {

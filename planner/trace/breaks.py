@@ -80,33 +80,24 @@ def _each_tried(
     `tried` maps the path of a module to the paths of all modules like it.
     """
     waiting = set(tried)
+
+    def run(path: str, forward: Any, *args: Any, **kwargs: Any) -> Any:
+        if path in waiting:
+            waiting.remove(path)
+            stop = _stop(forward, args, kwargs)
+            if stop is not None:
+                where, why = stop
+                found[path] = GraphBreak(paths=tuple(tried[path]), where=where, why=why)
+            if not waiting:
+                raise _AllTriedError
+        return forward(*args, **kwargs)
+
     with ExitStack() as stack:
-        for path, alike in tried.items():
+        for path in tried:
             module = model.get_submodule(path)
-            run = partial(_try_and_run, path, alike, module.forward, waiting, found)
-            stack.enter_context(patch.object(module, "forward", run))
+            stack.enter_context(patch.object(module, "forward", partial(run, path, module.forward)))
         stack.callback(torch._dynamo.reset)
         yield
-
-
-def _try_and_run(
-    path: str,
-    alike: Sequence[str],
-    forward: Any,
-    waiting: set[str],
-    found: dict[str, GraphBreak],
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    if path in waiting:
-        waiting.remove(path)
-        stop = _stop(forward, args, kwargs)
-        if stop is not None:
-            where, why = stop
-            found[path] = GraphBreak(paths=tuple(alike), where=where, why=why)
-        if not waiting:
-            raise _AllTriedError
-    return forward(*args, **kwargs)
 
 
 def _stop(forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, str] | None:

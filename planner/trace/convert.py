@@ -81,11 +81,14 @@ class _Converter:
         self._read_all(nodes, scope)
         ((output,),) = operands_of(self.program.graph.output_node())
         (loss,) = refs(self.values.value(output, scope))
+        written = frozenset(
+            self.ledger.tensors[one].storage for op in self.ops for one in op.writes
+        )
         graph = Graph(
             ops=tuple(self.ops),
             tensors=MappingProxyType(self.ledger.tensors),
             parameters=self.names.parameters(self.ledger),
-            buffers=self.names.buffers(self.ledger, self._written_storages()),
+            buffers=self.names.buffers(self.ledger, written),
             constants=MappingProxyType(self.values.constants),
             inputs=tuple(
                 t.name for t in self.ledger.tensors.values() if t.origin is TensorOrigin.INPUT
@@ -335,6 +338,3 @@ class _Converter:
         for user in node.users:
             if is_getitem(user):
                 self.values.remember_storage(user, fresh[operands_of(user)[1]][1], scope)
-
-    def _written_storages(self) -> frozenset[str]:
-        return frozenset(self.ledger.tensors[name].storage for op in self.ops for name in op.writes)

@@ -137,11 +137,6 @@ class TraceRecording:
         scope = self.outside.around(path)
         return (replace(scope, files=()) if path in self.of_torch else scope).snapshot()
 
-    def fold_key(self, path: str, leaves: list[Any], spec: Any) -> Hashable | None:
-        """Return the key of a call whose template may be replayed for an equal one, or None."""
-        structure = self.blocks.get(path)
-        return None if structure is None else call_key(structure, leaves, spec)
-
     def state_change(self, call: str) -> StateChange:
         """Return whether a call changed Python state, and whether the change outlives the step."""
         changed = self.calls[call].changed_state
@@ -260,7 +255,9 @@ def _noting_call(
 ) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        folded = recording.fold_key(path, leaves, spec)
+        structure = recording.blocks.get(path)
+        # equal for calls that may replay one template; None: the call always runs
+        folded = None if structure is None else call_key(structure, leaves, spec)
         template = recording.templates.get(folded)
         mode_is_set = module.training is not recording.modes[path]
         facts = {"mode_is_set": mode_is_set, "template": template}
