@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
 import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import wraps
 from importlib.metadata import packages_distributions
 from pathlib import Path
-from types import MappingProxyType, ModuleType
+from types import ModuleType
 from typing import Any, NoReturn
 
 from autopar.planner.errors import AutoparError, InputError, text_of
@@ -131,12 +132,22 @@ _KNOWN = (
     ),
 )
 
-INSTEAD = MappingProxyType(
-    {
-        ".ipynb": "jupyter nbconvert --to script makes a Python file of a notebook",
-        ".json": "if it is a plan.json: autopar emit, explain, verify and dryrun take it",
-    }
-)
+
+def refuse_no_python(path: Path, expected: str) -> NoReturn:
+    """Raise for a model file that is no Python file: a plan, a notebook."""
+    found, fix = f"{path} is not a Python file", ""
+    if path.suffix == ".ipynb":
+        fix = "jupyter nbconvert --to script makes a Python file of a notebook"
+    elif path.suffix == ".json":
+        fix = "a model file defines build_model and example_batch in Python"
+        with suppress(ValueError, OSError, AttributeError, KeyError, TypeError):
+            spec = json.loads(path.read_bytes())["model"]["spec"]
+            found = f"{path} is a plan, of the model file {spec}"
+            fix = (
+                f"autopar plan {spec} plans again; autopar emit {path} writes the plan's script, "
+                "and explain, verify, dryrun and run take it, too"
+            )
+    raise InputError(found, expected=expected, fix=fix)
 
 
 def nearest_file(path: Path) -> str:

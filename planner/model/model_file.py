@@ -20,13 +20,13 @@ from autopar.planner.errors import InputError
 from autopar.planner.files import check_given
 from autopar.planner.model.guard import (
     CONTRACT,
-    INSTEAD,
     ImportName,
     guarded,
     import_name,
     instead_of,
     nearest_file,
     no_process_group,
+    refuse_no_python,
     uncompiled,
 )
 
@@ -291,9 +291,7 @@ def split_spec(spec: str) -> tuple[Path, str]:
     if not path.is_file():
         raise InputError(f"there is no file {name}", expected=CONTRACT, fix=nearest_file(path))
     if path.suffix != ".py":
-        raise InputError(
-            f"{name} is not a Python file", expected=CONTRACT, fix=INSTEAD.get(path.suffix, "")
-        )
+        refuse_no_python(path, CONTRACT)
     return path.resolve(), factory or "build_model"
 
 

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from safetensors import SafetensorError
 
@@ -275,10 +276,7 @@ def find_checkpoint(folder: Location, resume: str, mesh: Mesh) -> Checkpoint | N
 def _named(path: Location, folder: Location, mesh: Mesh) -> Checkpoint:
     found = verified(path, mesh)
     if isinstance(found, str):
-        refuse(
-            f"the checkpoint {path} is not whole: {found}",
-            fix="name another one (step-N), or --resume auto for the newest whole one",
-        )
+        _refuse_named(path, found, mesh)
     later = [one for one in _agreed_candidates(folder, mesh) if step_of(one) > found.moment.step]
     if later:
         refuse(
@@ -287,6 +285,29 @@ def _named(path: Location, folder: Location, mesh: Mesh) -> Checkpoint:
             fix="name another --checkpoint folder for what comes from here on, or move them away",
         )
     return Checkpoint(path, found)
+
+
+def _refuse_named(path: Location, fault: str, mesh: Mesh) -> NoReturn:
+    """Exit and say what is at a path that is no whole checkpoint, and which one to name."""
+    inside = _agreed_candidates(path, mesh)
+    whole = next((one for one in inside if isinstance(verified(one, mesh), Manifest)), None)
+    if inside:
+        named = "none of them is whole: bring back a copy of one"
+        refuse(
+            f"{path} is a folder of {len(inside)} checkpoints, and --resume names one",
+            fix=named if whole is None else f"--resume {whole}, the newest whole one",
+        )
+    if isinstance(path, Path) and not path.is_dir():
+        is_there = path.exists()
+        refuse(
+            f"{path} is a file, and a checkpoint is a folder" if is_there else f"no {path} exists",
+            fix="name the folder of a checkpoint (step-N), or --resume auto for the newest whole "
+            "one in the folder --checkpoint",
+        )
+    refuse(
+        f"the checkpoint {path} is not whole: {fault}",
+        fix="name another one (step-N), or --resume auto for the newest whole one",
+    )
 
 
 def best_of(checkpoints: Iterable[Location]) -> tuple[int, float] | None:

@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 
 from autopar.runtime.ranks.leaving import (
     FAILED,
+    MISMATCH,
     ExitReason,
     LeavingError,
     end_all_if_early,
@@ -139,6 +140,15 @@ def verdict_of(error: BaseException) -> ExitReason:
     """Return the message for an error that ends a training."""
     first = _first_cause(error)
     said = said_of(first)
+    own = [one for one in _lines(first) if one.whose is _LineOrigin.USER]
+    if isinstance(first, ModuleNotFoundError) and own and own[-1].is_of_loop:
+        found = f"the model file (module {first.name}) is not in {Path(sys.path[0]).resolve()}"
+        return ExitReason(
+            MISMATCH,
+            found,
+            "bring it back, or write the script again where it is now: "
+            "autopar emit plan.json --model PATH",
+        )
     for words, found, fix in _KNOWN:
         if any(word in said for word in words):
             return ExitReason(FAILED, found, fix)

@@ -27,9 +27,12 @@ NAMES = {
         "inspect net.ipynb", "is not a Python file … jupyter nbconvert", files={"net.ipynb": "{}"}
     ),
     "a plan": mistake(
-        "inspect plan.json",
-        "is not a Python file … emit, explain, verify and dryrun",
-        files={"plan.json": "{}"},
+        "plan plan.json --gpus 2 -o out",
+        "plan.json is a plan, of the model file net.py … autopar plan net.py … emit plan.json",
+        files={"plan.json": '{"model": {"spec": "net.py"}}'},
+    ),
+    "other JSON": mistake(
+        "inspect net.json", "is not a Python file … in Python", files={"net.json": "{}"}
     ),
     "a dotted module": named(
         "models.net:build_model", "there is no file models.net … did you mean models/net.py?"

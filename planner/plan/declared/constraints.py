@@ -390,7 +390,7 @@ def _faults(one: Declared, graph: Graph, axes: GraphAxes, *, layers: int) -> Ite
 
 
 def _hint(name: str, known: tuple[str, ...]) -> str:
-    near = get_close_matches(name, known, n=1, cutoff=0.4)
+    near = get_close_matches(name, known, n=1)
     if near:
         return f": did you mean {near[0]!r}?"
     return f": there are {', '.join(known[:_MOST_LISTED])}{', …' * (len(known) > _MOST_LISTED)}"

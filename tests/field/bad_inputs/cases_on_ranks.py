@@ -38,7 +38,8 @@ def _of_options() -> dict[str, OnRanks]:
             ("--metrics faulty.py", "faulty.py has no lines of metrics", 6),
             ("--metrics /proc/here/m.jsonl", "nothing can be written to /proc/here/m.jsonl", 6),
             ("--tensorboard curves", "--tensorboard needs a package that cannot be imported", 6),
-            ("--resume nothing/step-3", "nothing/step-3 is not whole", 6),
+            ("--resume nothing/step-3", "nothing/step-3 exists", 6),
+            ("--resume faulty.py", "faulty.py is a file, and a checkpoint is a folder", 6),
             ("--weights nothing.safetensors", "there is no nothing.safetensors", 6),
             ("--weights faulty.py", "faulty.py is no whole .safetensors file", 6),
         )

@@ -184,6 +184,25 @@ def test_nothing_is_written_over(
     assert found is not None
 
 
+def test_a_path_without_a_checkpoint_tells_what_is_there(
+    tmp_path: Path, mesh: Mesh, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole, newest = _write(tmp_path / "run", 1, mesh), _write(tmp_path / "run", 2, mesh)
+    _flip(newest / SHARD, -3)
+    (tmp_path / "empty").mkdir()
+    for path, told in (
+        (tmp_path / "run", f"is a folder of 2 checkpoints, and --resume names one|{whole}, the"),
+        (tmp_path / "gone", f"no {tmp_path / 'gone'} exists|--resume auto"),
+        (whole / SHARD, f"{SHARD} is a file, and a checkpoint is a folder|--resume auto"),
+        (tmp_path / "empty", "empty is not whole|name another one"),
+    ):
+        with pytest.raises(SystemExit) as left:
+            find_checkpoint(tmp_path / "new", str(path), mesh)
+        assert left.value.code == 6
+        error = capsys.readouterr().err
+        assert all(part in error for part in told.split("|")), error
+
+
 def test_a_checkpoint_of_another_model_is_refused(
     tmp_path: Path, mesh: Mesh, capsys: pytest.CaptureFixture[str]
 ) -> None:

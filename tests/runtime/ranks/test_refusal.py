@@ -156,3 +156,21 @@ def test_a_setting_is_read_as_its_option_is(capsys: pytest.CaptureFixture[str]) 
     read = parser.parse_args(["--steps", "3"])
     assert (read.steps, read.clip) == (3, None)
     assert parser.parse_args(["--steps", "3", "--clip", "0"]).clip == 0
+
+
+def test_a_model_file_that_has_moved_is_told_with_what_to_do(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys\n"
+        "from autopar.runtime.ranks.user_code import tell_errors_once\n"
+        "tell_errors_once()\n"
+        "sys.path.insert(0, '/gone')\n"
+        "import model_that_moved as model_file\n",
+        encoding="utf-8",
+    )
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == leaving.MISMATCH
+    assert "the model file (module model_that_moved) is not in /gone" in printed_once(done.stderr)
+    assert "autopar emit plan.json --model PATH" in done.stderr

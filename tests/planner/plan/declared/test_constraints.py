@@ -246,6 +246,7 @@ def rule(value: SplitRule | StagePin | RecomputePin) -> Constraints:
     [
         (SplitRule(modules="*", axis="voacb", is_required=True), "did you mean 'vocab'"),
         (SplitRule(modules="*", axis="qqq", is_required=True), "there are batch, embed"),
+        (SplitRule(modules="*", axis="hiddens", is_required=True), "there are batch, embed"),
         (SplitRule(modules="h.0.atn", axis="vocab", is_required=True), "did you mean 'h.0.attn'"),
         (StagePin(modules="wtee", stage=0), "did you mean 'wte'"),
         (StagePin(modules="wte", stage=99), "there is no stage 99"),
