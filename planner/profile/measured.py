@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from annotated_types import Ge
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from autopar.planner.cluster.cluster import (
     Backend,
@@ -181,7 +181,7 @@ _AGAIN = "measure again with `autopar profile`"
 class _ProfileFile(BaseModel):
     """Applies pydantic's strictness to the dataclasses: no coercion, no unknown fields."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, defer_build=True)
 
     format: int
     autopar: str
@@ -250,13 +250,11 @@ def content_hash(measured: MeasuredFile) -> str:
 
 def measurements_text(measured: MeasuredFile, *, written: str) -> str:
     """Return the text of measured.toml: a table per host, link and op."""
-    lines = [
-        _HEADER,
-        f"format = {FORMAT}",
-        f"autopar = {_toml(__version__)}",
-        f"written = {_toml(written)}",
-    ]
-    for section, tables in _ADAPTER.dump_python(measured, mode="json").items():
+    file = _ProfileFile(format=FORMAT, autopar=__version__, written=written, measured=measured)
+    values = file.model_dump(mode="json")
+    sections = values.pop("measured")
+    lines = [_HEADER, *(f"{key} = {_toml(value)}" for key, value in values.items())]
+    for section, tables in sections.items():
         for table in tables:
             lines += ["", f"[[{section}]]"]
             lines += [f"{key} = {_toml(value)}" for key, value in table.items()]
@@ -270,6 +268,3 @@ def _toml(value: Any) -> str:
     if isinstance(value, list):
         return f"[{', '.join(map(_toml, value))}]"
     return json.dumps(value)
-
-
-_ADAPTER = TypeAdapter(MeasuredFile)

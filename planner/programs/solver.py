@@ -43,6 +43,9 @@ _HIGHS_OPTIONS = {
     **{f"mip_heuristic_run_{name}": False for name in _HEURISTICS},
     "mip_lp_age_limit": 2,
 }
+# Presolve is worth its time for programs of more columns, such as those of models with an unrolled
+# loop over 64 positions: 1.3 and 3.5 s instead of 2.5 and 5.9.
+_MANY_COLUMNS = 20_000
 
 
 class SolverError(AutoparError):
@@ -231,6 +234,8 @@ class _Highs(pulp.HiGHS):  # type: ignore[misc]
         matrix, highs = Matrix.of(lp), lp.solverModel
         matrix.model.col_cost_ = [lp.objective.get(one, 0.0) for one in matrix.place]
         highs.passModel(matrix.model)
+        if len(matrix.place) > _MANY_COLUMNS:
+            highs.setOptionValue("presolve", "on")
         highs.setOptionValue("solve_relaxation", True)
         highs.run()
         values = np.array(highs.getSolution().col_value)[matrix.whole]

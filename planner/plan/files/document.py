@@ -9,7 +9,7 @@ from itertools import chain, groupby, repeat
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, StringConstraints, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, StringConstraints, ValidationError
 
 from autopar.planner.cluster.cluster import Cluster, ClusterOrigin, LinkLevel, Machine, Unit
 from autopar.planner.costs.prediction import Arrangement, Prediction
@@ -214,7 +214,11 @@ class _PlanFile(BaseModel):
     """Applies pydantic's strictness to the dataclasses: no coercion, no unknown fields."""
 
     model_config = ConfigDict(
-        extra="forbid", strict=True, allow_inf_nan=False, str_max_length=MOST_CHARACTERS
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        str_max_length=MOST_CHARACTERS,
+        defer_build=True,
     )
 
     plan: PlanDocument
@@ -273,8 +277,8 @@ def plan_text(plan: StoredPlan) -> str:
     }
     values: dict[str, Any] = _values(plan, PlanDocument)
     document = PlanDocument(**values | written)
-    dumped = _ADAPTER.dump_python(document, mode="json", exclude=_OF_THE_SEARCH)
-    return "".join(_lines(dumped, depth=0)) + "\n"
+    dumped = _PlanFile(plan=document).model_dump(mode="json", exclude={"plan": _OF_THE_SEARCH})
+    return "".join(_lines(dumped["plan"], depth=0)) + "\n"
 
 
 def summary(plan: StoredPlan) -> Mapping[str, object]:
@@ -353,6 +357,3 @@ def _check_envelope(source: str, *, where: str) -> None:
 
 def _damaged(faults: list[str], where: str) -> InputError:
     return damaged(faults, what="the plan was", where=where, fix=_PLAN_AGAIN)
-
-
-_ADAPTER = TypeAdapter(PlanDocument)

@@ -7,6 +7,7 @@ import time
 import pulp
 import pytest
 
+from autopar.planner.programs import solver as solver_module
 from autopar.planner.programs.solver import (
     NOTHING_SOLVED,
     Infeasible,
@@ -57,6 +58,15 @@ def test_a_contradiction_is_infeasible_not_a_number(solver: SolverName) -> None:
     program += take + other >= 1, "one"
     program += take + other <= 0.5, "none"
     assert isinstance(solve(program, most_nodes=100, solver=solver), Infeasible)
+
+
+def test_a_large_program_is_solved_to_the_same_optimum(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = solve(_knapsack(20, seed=2)[0], most_nodes=10_000, solver=SolverName.HIGHS)
+    monkeypatch.setattr(solver_module, "_MANY_COLUMNS", 0)
+    large = solve(_knapsack(20, seed=2)[0], most_nodes=10_000, solver=SolverName.HIGHS)
+    assert isinstance(small, Solved)
+    assert isinstance(large, Solved)
+    assert large.objective == pytest.approx(small.objective, rel=1e-9)
 
 
 @both
