@@ -43,12 +43,17 @@ def _head(plan: StoredPlan, explanation: Explanation) -> Text:
     return Text.assemble((title, "bold"), "\n", "\n".join(lines), "\n")
 
 
+_LEAST_SHOWN = 1e-5  # of the step
+
+
 def _time(plan: StoredPlan) -> Table:
     table = plain_table("Where the step goes", "term", "", "time", "share", "from", left=2)
     step = plan.prediction.step_seconds
     percents = term_percents(plan.prediction)
     for term, percent in zip(plan.prediction.terms, percents, strict=True):
         share = term.seconds / step
+        if share < _LEAST_SHOWN:
+            continue
         source = str(term.provenance)
         seconds = seconds_text(term.seconds) if term.seconds else "0"
         table.add_row(term.name, bar(share), seconds, f"{percent}%", source)
@@ -69,7 +74,7 @@ def stage_table(plan: StoredPlan, explanation: Explanation, only: int | None = N
         table.add_row(
             f"{number}{critical}",
             str(stage.rank),
-            f"{stage.first} … {stage.first + stage.count - 1}",
+            " … ".join(dict.fromkeys(map(str, (stage.first, stage.first + stage.count - 1)))),
             recompute_words([stage]),
             seconds_text(cost.forward_seconds),
             seconds_text(cost.backward_seconds),
@@ -175,7 +180,7 @@ def _splits(one: ClassLayouts) -> Table:
     for parts, count in lines.items():
         table.add_row(*(Text(part) for part in parts), str(count))
     if rest := one.ops - len(one.splits):
-        table.add_row("", f"{rest} other ops", "not split", "", "")
+        table.add_row("", f"{rest} other {'op' if rest == 1 else 'ops'}", "not split", "", "")
     return table
 
 

@@ -18,7 +18,6 @@ from autopar.codegen.forward.writing import Style, written
 from autopar.codegen.text.expressions import (
     Expression,
     LocalTensor,
-    bare,
     call,
     comment,
     identifier,
@@ -50,7 +49,7 @@ def printed_crossing(opening: Opening, gives: Sequence[CrossingTensor]) -> str:
     builder = BodyBuilder(opening, LOSS)
     bind_batch(builder)
     shown = [_crossing(one, builder) for one in gives]
-    result = bare(shown) if len(shown) > 1 else joined(tuple(shown))
+    result = joined(tuple(shown))
     style = Style(axis="", indent=4)
     has_splits = any(one.layout.kind is LayoutKind.SPLIT for one in gives)
     how = ", and how tensor ranks split them" if has_splits else ""

@@ -197,7 +197,7 @@ def layer_lists(plan: Plan, subject: PlannedSubject) -> Source:
         )
     for name in _used_tables(plan):
         own = [p for p, mode in zip(paths, modes, strict=True) if p and name in mode.tables]
-        found.append(_listed(name, own))
+        found.append(_listed(name, own, CALLS[name][1]))
     return Source("\n".join(found))
 
 
@@ -260,13 +260,19 @@ def _check_recomputed(
 
 
 # The script's constants with paths of layers, in the script's order. Each has a call, which the
-# script makes with every layer (`layer`), or once with all (`layers`).
-CALLS: Mapping[str, str] = MappingProxyType(
+# script makes with every layer (`layer`), or once with all (`layers`), and a comment.
+CALLS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
-        "RECOMPUTED_IN_PART": 'recompute(layer, "selective")',
-        "RECOMPUTED": 'recompute(layer, "full")',
-        "CHUNKED": "chunk_logits(layer, LOSS_CHUNKS)",
-        "ON_HOST": "save_on_host(layers, mesh.device)",
+        "RECOMPUTED_IN_PART": (
+            'recompute(layer, "selective")',
+            "run again in the backward, except for matrix products",
+        ),
+        "RECOMPUTED": ('recompute(layer, "full")', "run again in the backward"),
+        "CHUNKED": (
+            "chunk_logits(layer, LOSS_CHUNKS)",
+            "the loss makes its logits, in chunks",
+        ),
+        "ON_HOST": ("save_on_host(layers, mesh.device)", "saved tensors lie on the host"),
     }
 )
 
@@ -280,7 +286,7 @@ def _used_tables(plan: Plan) -> list[str]:
 def recomputations(plan: Plan) -> Iterator[Source]:
     """Yield each call with all layers of a table, or a loop that makes it with each layer."""
     for name in _used_tables(plan):
-        made, layers = CALLS[name], f"submodules({built_part(plan)}, {name})"
+        made, layers = CALLS[name][0], f"submodules({built_part(plan)}, {name})"
         if "layers" in made:
             yield Source(made.replace("layers", layers))
         else:

@@ -87,7 +87,7 @@ class Offload(RowEnum):
     NONE = "none", False, False, "", ""
     OPTIMIZER = (
         *("optimizer", True, False, "optimizer on the host"),
-        "gradients and optimizer states are in the host's memory, where the optimizer runs",
+        "gradients and optimizer states lie on the host; its CPU takes the step",
     )
     OUTER = "outer", False, True, "outer optimizer on the host", ""
 

@@ -134,10 +134,10 @@ def explained(why: str, printed: SourceForm) -> str:
     names = (part for part in printed.parts if isinstance(part, str))
     if not any(name.endswith("parts=") for name in names):
         return why
-    return f"{why}; {_PARTS}" if why else _PARTS
+    return f"{why}; {PARTS}" if why else PARTS
 
 
-_PARTS = "parts: (blocks to share out, elements of a block)"
+PARTS = "parts: (blocks, elements of a block)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

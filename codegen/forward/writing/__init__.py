@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from textwrap import wrap
 
+from autopar.codegen.forward.ops.arguments import PARTS
 from autopar.codegen.forward.reading.split import SplitGraph
 from autopar.codegen.forward.scope import Owner
 from autopar.codegen.forward.writing.naming import Namer, Shape, values_to_keep
@@ -78,6 +79,7 @@ class _Writer:
         self.found, self.named, self.style, self.split = found, names, style, split
         self.has_result = has_result
         self.too_long: list[LocalTensor] = []
+        self.told_parts = False  # `parts` is explained once in a body
         self.shapes: dict[LocalTensor, Shape] = {shape.value: shape for shape in names.shapes}
         self.known: Mapping[tuple[LocalTensor, str], str] = {
             (s.value, f"shape[{i}]"): s.name(i)
@@ -156,16 +158,24 @@ class _Writer:
         fits = len(lines) == 1 or _breaks_well(statement)
         if statement.folded and (not fits or max(map(len, lines)) > WIDTH):
             self.too_long.append(_to_be_named(statement))
-        if not statement.reasons:
+        reasons = [reason for reason in map(self._untold, statement.reasons) if reason]
+        if not reasons:
             return lines
-        if len(statement.reasons) == 1:
-            note = f"  # {comment(statement.reasons[0])}"
+        if len(reasons) == 1:
+            note = f"  # {comment(reasons[0])}"
             if len(lines) == 1 and len(lines[0]) + len(note) <= WIDTH:
                 return [lines[0] + note]
-        notes = [comment(reason) for reason in statement.reasons]
+        notes = [comment(reason) for reason in reasons]
         margin = f"{' ' * indent}# "
         broken = [line for note in notes for line in wrap(note, WIDTH - len(margin))]
         return [*(margin + line for line in broken), *lines]
+
+    def _untold(self, reason: str) -> str:
+        """Return a reason without the explanation of `parts`, if an earlier line has that."""
+        if not reason.endswith(PARTS):
+            return reason
+        told, self.told_parts = self.told_parts, True
+        return reason.removesuffix(PARTS).removesuffix("; ") if told else reason
 
     def _text(self, expression: Expression) -> str:
         return rendered(expression, self._name)[0]

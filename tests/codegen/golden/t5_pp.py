@@ -25,7 +25,7 @@ Memory of the fullest device: 11 GiB of 68.8 GiB (16%)
 
 Why this plan: none of the 20 arrangements is faster. Compute + optimizer take 76% of the step.
 """
-# Written by autopar 0.2.0 (checksum d12da469a00a4b07, plan f09ca0f825644c33).
+# Written by autopar 0.2.0 (checksum d8a74449b0bf3454, plan f09ca0f825644c33).
 # Once you edit this file, autopar overwrites it only with --force.
 
 import sys
@@ -131,8 +131,9 @@ class LastStage(T5):
 
 def crossing(batch: Mapping[str, Tensor]) -> tuple[Crossing, ...]:
     """Return the shapes that a stage sends for a microbatch."""
-    return Crossing((ROWS, batch["input_ids"].shape[1], 768)), Crossing(
-        (ROWS, batch["labels"].shape[1], 768)
+    return (
+        Crossing((ROWS, batch["input_ids"].shape[1], 768)),
+        Crossing((ROWS, batch["labels"].shape[1], 768)),
     )
 
 

@@ -14,7 +14,7 @@ from autopar.runtime.recompute.running_again import SAVED
 
 def test_scripts_recompute_in_each_mode_that_runs_again() -> None:
     for mode in Recompute:
-        calls = [CALLS[table] for table in mode.tables]
+        calls = [CALLS[table][0] for table in mode.tables]
         names = [name for name in SAVED if f'recompute(layer, "{name}")' in calls]
         assert len(names) == mode.runs_again
         assert all((SAVED[name] is None) == (mode.saved_ops is None) for name in names)
@@ -23,7 +23,7 @@ def test_scripts_recompute_in_each_mode_that_runs_again() -> None:
 
 def test_the_runtime_has_what_scripts_call_for_layers_in_each_mode() -> None:
     assert {table for mode in Recompute for table in mode.tables} == set(CALLS)
-    for call in CALLS.values():
+    for call, _ in CALLS.values():
         name = call.partition("(")[0]
         assert hasattr(tensor, name) or hasattr(runtime_recompute, name)
 
