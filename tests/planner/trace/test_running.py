@@ -9,6 +9,7 @@ import pytest
 from autopar.planner.errors import TraceError
 from autopar.planner.model.model_file import load_model_file
 from autopar.planner.trace import trace
+from tests.cells import cells
 from tests.planner.trace.model_source import linear_model, traced, written
 
 LOSS = """
@@ -80,7 +81,8 @@ COUNTED = {
 }
 
 
-@pytest.mark.parametrize("name", COUNTED)
+# tests/planner/model/test_outside.py has all places.
+@pytest.mark.parametrize("name", cells(COUNTED, ("STEP", "an iterator", "module")))
 def test_a_loss_that_counts_its_calls_is_refused_by_the_name_of_the_count(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
