@@ -131,8 +131,7 @@ KINDS: Mapping[str, Example] = {
 }
 CELLS = [(name, way) for name, one in KINDS.items() for way in one.ways]
 STAND = {
-    ("fine_tune", "tp"), ("lora", "pp"), ("reward", "zero 3"), ("classifier", "dp"),
-    ("vision", "pp"),
+    ("fine_tune", "tp"), ("lora", "pp"), ("reward", "zero 3"), ("vision", "pp"),
 }  # fmt: skip
 
 
