@@ -248,8 +248,8 @@ def _ranks() -> tuple[tuple[FoundNode, ...], MeasuredLinks]:
     import torch.distributed as dist
 
     from autopar.planner.profile.net import pair_link
+    from autopar.runtime.ranks.leaving import known_place
     from autopar.runtime.ranks.mesh import start, stop
-    from autopar.runtime.ranks.refusal import known_place
 
     own = known_place()
     if own.world_size == 1:

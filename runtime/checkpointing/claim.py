@@ -23,7 +23,7 @@ from uuid import uuid4
 
 from autopar.runtime.checkpointing.finding import AUTO, NEVER, Checkpoint, find_checkpoint
 from autopar.runtime.checkpointing.manifest import Moment
-from autopar.runtime.ranks.leaving import say
+from autopar.runtime.ranks.leaving import refuse, say
 from autopar.runtime.ranks.locations import (
     MARK,
     Location,
@@ -38,7 +38,6 @@ from autopar.runtime.ranks.locations import (
 from autopar.runtime.ranks.mesh import Mesh
 from autopar.runtime.ranks.metrics import parsed, record
 from autopar.runtime.ranks.options import NONE
-from autopar.runtime.ranks.refusal import refuse
 
 NAME = ".autopar-in-use.json"
 BEAT_SECONDS = 15.0

@@ -33,10 +33,9 @@ from autopar.runtime.checkpointing.owners import (
 from autopar.runtime.checkpointing.safetensors_file import Entry, as_bytes, in_file_order
 from autopar.runtime.checkpointing.writing import export_dtype, exported_of, tied_names
 from autopar.runtime.data_parallel.buckets import HALF_DTYPES
-from autopar.runtime.ranks.leaving import say
+from autopar.runtime.ranks.leaving import refuse, say
 from autopar.runtime.ranks.locations import MARK
 from autopar.runtime.ranks.mesh import Mesh
-from autopar.runtime.ranks.refusal import refuse
 from autopar.runtime.ranks.transport import every_rank, near
 from autopar.runtime.tensor.shards import whole
 from autopar.runtime.weights.initial_weights import Recipe

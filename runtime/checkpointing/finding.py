@@ -30,6 +30,7 @@ from autopar.runtime.checkpointing.manifest import (
     read_moment,
 )
 from autopar.runtime.checkpointing.safetensors_file import WrittenFile
+from autopar.runtime.ranks.leaving import refuse
 from autopar.runtime.ranks.locations import (
     BROKEN,
     STEP,
@@ -44,7 +45,6 @@ from autopar.runtime.ranks.locations import (
     write,
 )
 from autopar.runtime.ranks.mesh import Mesh
-from autopar.runtime.ranks.refusal import refuse
 from autopar.runtime.ranks.transport import every_rank
 from autopar.runtime.texts import in_a_line
 from autopar.runtime.weights.stored_tensors import KINDS, open_tensors

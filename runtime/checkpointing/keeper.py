@@ -43,12 +43,12 @@ from autopar.runtime.data.epochs import epochs_of
 from autopar.runtime.evaluation.evaluating import Evaluated, evaluates_after
 from autopar.runtime.optimizer.gradients import LossScale
 from autopar.runtime.optimizer.outer import average_replicas
+from autopar.runtime.ranks.leaving import give_up, refuse
 from autopar.runtime.ranks.locations import Location
 from autopar.runtime.ranks.mesh import Mesh, stop
 from autopar.runtime.ranks.metrics import Curves, Event, Metrics
 from autopar.runtime.ranks.options import check_same_options, in_rounds
 from autopar.runtime.ranks.randomness import mixed_seed
-from autopar.runtime.ranks.refusal import give_up, refuse
 from autopar.runtime.ranks.transport import every_rank
 from autopar.runtime.ranks.user_code import note_device
 from autopar.runtime.weights.initial_weights import Recipe

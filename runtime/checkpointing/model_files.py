@@ -15,6 +15,7 @@ from uuid import uuid4
 from torch import Tensor
 
 from autopar.runtime.checkpointing.safetensors_file import Entry, write_tensors
+from autopar.runtime.ranks.leaving import refuse
 from autopar.runtime.ranks.locations import (
     MARK,
     Location,
@@ -34,7 +35,6 @@ from autopar.runtime.ranks.mesh import Mesh
 from autopar.runtime.ranks.metrics import parsed
 from autopar.runtime.ranks.options import NONE
 from autopar.runtime.ranks.options import WEIGHTS_ENDING as ENDING
-from autopar.runtime.ranks.refusal import refuse
 from autopar.runtime.weights.stored_tensors import INDEX
 
 CONFIG = "config.json"

@@ -24,10 +24,9 @@ from torch import Tensor, nn
 from autopar.runtime.checkpointing.owners import named_tensors
 from autopar.runtime.data.loss import largest_norm, mean_loss
 from autopar.runtime.optimizer.pieces import local_tensor
-from autopar.runtime.ranks.leaving import draw_bar, is_terminal
+from autopar.runtime.ranks.leaving import draw_bar, give_up, is_terminal
 from autopar.runtime.ranks.mesh import Mesh
 from autopar.runtime.ranks.metrics import Event, Metrics
-from autopar.runtime.ranks.refusal import give_up
 from autopar.runtime.ranks.transport import every_rank, gathered
 from autopar.runtime.ranks.user_code import CPU_BY_FORMULA
 

@@ -53,10 +53,10 @@ from autopar.runtime.checkpointing.writing import CheckpointSnapshot, complete
 from autopar.runtime.evaluation.evaluating import Evaluated
 from autopar.runtime.optimizer.outer import MOMENTUM, outer_of
 from autopar.runtime.optimizer.pieces import is_copy, local_tensor, value_of
+from autopar.runtime.ranks.leaving import refuse
 from autopar.runtime.ranks.locations import Location
 from autopar.runtime.ranks.mesh import Mesh
 from autopar.runtime.ranks.metrics import Event, Metrics
-from autopar.runtime.ranks.refusal import refuse
 from autopar.runtime.ranks.transport import every_rank
 from autopar.runtime.tensor.shards import Chunks, whole
 from autopar.runtime.weights.stored_tensors import open_tensors

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from autopar.runtime.launchers import memory_groups, own_place
+from autopar.runtime.ranks.leaving import refuse
 from autopar.runtime.ranks.locations import Location, write
 from autopar.runtime.ranks.metrics import Count
-from autopar.runtime.ranks.refusal import refuse
 from autopar.runtime.weights.stored_tensors import KINDS
 
 BLOCK_BYTES = 2**26

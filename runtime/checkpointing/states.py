@@ -27,7 +27,7 @@ from autopar.runtime.data_parallel.buckets import MEAN, Bucket, gradient_dtype
 from autopar.runtime.data_parallel.wrapping import buckets_of
 from autopar.runtime.optimizer.outer import outer_of
 from autopar.runtime.optimizer.pieces import ParameterPiece
-from autopar.runtime.ranks.refusal import refuse
+from autopar.runtime.ranks.leaving import refuse
 from autopar.runtime.tensor.shards import Chunks, whole
 
 RANDOM = "random/"

@@ -32,6 +32,7 @@ from autopar.runtime.data.rows import (
     row_of,
     stacked,
 )
+from autopar.runtime.ranks.leaving import refusals_of_workers, refuse
 from autopar.runtime.ranks.mesh import ALONE, Axis, Mesh
 from autopar.runtime.ranks.randomness import (
     cpu_generators_restored,
@@ -39,7 +40,6 @@ from autopar.runtime.ranks.randomness import (
     seed_cpu_generators,
     seeded,
 )
-from autopar.runtime.ranks.refusal import refusals_of_workers, refuse
 from autopar.runtime.ranks.user_code import exit_on_error
 from autopar.runtime.tensor.slices import cut, gather_along
 

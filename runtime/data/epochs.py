@@ -18,8 +18,8 @@ from math import ceil
 from typing import Any, TypeAlias, TypeVar
 
 from autopar.runtime.data.rows import is_streamed
+from autopar.runtime.ranks.leaving import refuse
 from autopar.runtime.ranks.mesh import Axis
-from autopar.runtime.ranks.refusal import refuse
 from autopar.runtime.tensor.slices import cut
 
 # rows of a microbatch: the same on all data ranks, or one number per rank

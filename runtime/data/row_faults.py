@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
+from autopar.runtime.ranks.leaving import refuse
 from autopar.runtime.ranks.mesh import Axis, Mesh
 from autopar.runtime.ranks.randomness import mixed_seed
-from autopar.runtime.ranks.refusal import refuse
 from autopar.runtime.ranks.transport import differing, gathered
 from autopar.runtime.ranks.user_code import place_of
 

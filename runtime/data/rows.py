@@ -21,6 +21,7 @@ from autopar.runtime.data.row_faults import (
     is_same_kind,
     is_stream,
 )
+from autopar.runtime.ranks.leaving import refuse
 from autopar.runtime.ranks.mesh import Mesh
 from autopar.runtime.ranks.randomness import (
     cpu_generators_restored,
@@ -28,7 +29,6 @@ from autopar.runtime.ranks.randomness import (
     seed_cpu_generators,
     seeded,
 )
-from autopar.runtime.ranks.refusal import refuse
 from autopar.runtime.ranks.user_code import exit_on_error
 
 Row: TypeAlias = dict[str, Tensor]

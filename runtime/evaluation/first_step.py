@@ -21,8 +21,8 @@ from autopar.runtime.data_parallel.buckets import HALF_DTYPES
 from autopar.runtime.data_parallel.wrapping import compute_in
 from autopar.runtime.evaluation.evaluating import Losses, computes_as_trained, weighed_alike
 from autopar.runtime.model.parts import in_float8
+from autopar.runtime.ranks.leaving import refuse
 from autopar.runtime.ranks.mesh import ALONE, Axis, Mesh
-from autopar.runtime.ranks.refusal import refuse
 from autopar.runtime.ranks.transport import summed
 from autopar.runtime.weights.loading import load_safetensors
 from autopar.runtime.weights.plain_model import plain_model

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from autopar.runtime.data.batches import Batch
+from autopar.runtime.ranks.leaving import refuse
 from autopar.runtime.ranks.mesh import Mesh
-from autopar.runtime.ranks.refusal import refuse
 from autopar.runtime.ranks.transport import every_rank, summed
 from autopar.runtime.ranks.user_code import exit_on_error
 

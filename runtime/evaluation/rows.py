@@ -30,9 +30,9 @@ from autopar.runtime.data.rows import (
     tell,
     to_device,
 )
+from autopar.runtime.ranks.leaving import refusals_of_workers, refuse
 from autopar.runtime.ranks.mesh import ALONE, Axis, Mesh
 from autopar.runtime.ranks.randomness import seeded
-from autopar.runtime.ranks.refusal import refusals_of_workers, refuse
 from autopar.runtime.ranks.user_code import exit_on_error
 
 __all__ = ["read_evaluation"]  # for scripts

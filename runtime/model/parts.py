@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 
+from autopar.runtime.ranks.leaving import refuse
 from autopar.runtime.ranks.mesh import DRY_RUN, Axis
-from autopar.runtime.ranks.refusal import refuse
 from autopar.runtime.tensor.collectives import fuse_with_products
 from autopar.runtime.tensor.shards import (
     Split,

@@ -32,9 +32,9 @@ from autopar.runtime.optimizer.pieces import (
     spread_after_steps,
     state_of,
 )
+from autopar.runtime.ranks.leaving import known_place, refuse
 from autopar.runtime.ranks.mesh import Mesh
 from autopar.runtime.ranks.randomness import cpu_generators_restored
-from autopar.runtime.ranks.refusal import known_place, refuse
 from autopar.runtime.ranks.user_code import (
     check_same_optimizer,
     exit_on_error,

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from autopar.runtime.data_parallel.buckets import Span
 from autopar.runtime.data_parallel.wrapping import buckets_of
+from autopar.runtime.ranks.leaving import refuse
 from autopar.runtime.ranks.mesh import Axis, Mesh
-from autopar.runtime.ranks.refusal import refuse
 from autopar.runtime.ranks.transport import ComingSum, summed
 from autopar.runtime.tensor.shards import is_listed
 

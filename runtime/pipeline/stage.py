@@ -24,8 +24,8 @@ from autopar.runtime.pipeline.torch_stage import (
     refuse_earlier_torch,
     resize,
 )
+from autopar.runtime.ranks.leaving import refuse
 from autopar.runtime.ranks.mesh import Mesh
-from autopar.runtime.ranks.refusal import refuse
 from autopar.runtime.ranks.transport import near
 from autopar.runtime.tensor.slices import receives
 

@@ -26,7 +26,7 @@ from torch.distributed.pipelining._backward import (
 )
 from torch.distributed.pipelining.stage import _RecvInfo
 
-from autopar.runtime.ranks.refusal import refuse
+from autopar.runtime.ranks.leaving import refuse
 from autopar.runtime.recompute.running_again import recomputes
 from autopar.runtime.tensor.chunked_logits import chunks_logits
 

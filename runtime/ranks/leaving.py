@@ -10,15 +10,17 @@ import signal
 import sys
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 import torch.distributed as dist
+from torch.utils.data import get_worker_info
 
-from autopar.runtime.launchers import TORCHRUN, UnknownPlaceError, own_place
+from autopar.runtime.launchers import TORCHRUN, ProcessPlace, UnknownPlaceError, own_place
 from autopar.runtime.texts import masked, plain
 
 _ERASE = "\x1b[K"  # erases from the cursor to the end of the line
@@ -106,6 +108,42 @@ def leave(verdict: ExitReason) -> NoReturn:
         _end_undisturbed(verdict.code)
     _leave_groups()
     raise LeavingError(verdict)
+
+
+class RefusedInWorkerError(Exception):
+    """Raised by `refuse` in a DataLoader worker; the worker's rank prints the message and exits."""
+
+
+def refuse(found: str, *, fix: str) -> NoReturn:
+    """Print a problem and its fix, and end all ranks; in a DataLoader worker, raise an error."""
+    verdict = ExitReason(MISMATCH, found, fix)
+    if get_worker_info() is not None:
+        raise RefusedInWorkerError(str(verdict))
+    leave(verdict)
+
+
+def known_place() -> ProcessPlace:
+    """Return this process's place among the ranks; exit if the environment does not tell it."""
+    try:
+        return own_place()
+    except UnknownPlaceError as error:
+        refuse(str(error), fix=error.fix)
+
+
+def give_up(found: str, *, fix: str) -> NoReturn:
+    """Print why the training cannot go on, and end all ranks."""
+    leave(ExitReason(FAILED, found, fix))
+
+
+@contextmanager
+def refusals_of_workers() -> Iterator[None]:
+    """Exit if a DataLoader worker used inside raises RefusedInWorkerError."""
+    try:
+        yield
+    except RefusedInWorkerError as error:  # torch has put the worker's traceback before the text
+        told = str(error).rpartition(f"{type(error).__name__}: ")[2].rstrip()
+        found, _, fix = told.removeprefix("error: ").partition("\n  fix: ")
+        leave(ExitReason(MISMATCH, found, fix))
 
 
 def leave_interrupted() -> NoReturn:

@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, TypeAlias
 from uuid import uuid4
 
-from autopar.runtime.ranks.refusal import refuse
+from autopar.runtime.ranks.leaving import refuse
 
 _SCHEME = "://"
 

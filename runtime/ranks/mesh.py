@@ -33,9 +33,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from autopar.runtime.launchers import has_one_device
-from autopar.runtime.ranks.leaving import RUN_TOKEN, say, watch_for_leaving_ranks
+from autopar.runtime.ranks.leaving import (
+    RUN_TOKEN,
+    known_place,
+    refuse,
+    say,
+    watch_for_leaving_ranks,
+)
 from autopar.runtime.ranks.network import joining_nodes, store_of
-from autopar.runtime.ranks.refusal import known_place, refuse
 
 __all__ = ["Axis", "Mesh", "join_streams", "start", "stop"]  # for scripts
 

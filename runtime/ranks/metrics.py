@@ -19,10 +19,9 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from autopar.runtime.ranks.leaving import say
+from autopar.runtime.ranks.leaving import refuse, say
 from autopar.runtime.ranks.locations import Location, head_of, refuse_no_file, refuse_no_folder
 from autopar.runtime.ranks.mesh import Mesh
-from autopar.runtime.ranks.refusal import refuse
 from autopar.runtime.texts import in_a_line, masked
 
 MOST_CHARACTERS = 100_000  # of one string

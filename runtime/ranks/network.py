@@ -27,8 +27,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistError, DistStoreError
 
 from autopar.runtime.launchers import ProcessPlace, is_loopback
-from autopar.runtime.ranks.leaving import MISMATCH
-from autopar.runtime.ranks.refusal import refuse
+from autopar.runtime.ranks.leaving import MISMATCH, refuse
 
 _RENDEZVOUS_POLL_SECONDS = 0.02
 _AGAIN = timedelta(seconds=1)  # a rank waits this long for `done`, then reads its answer again

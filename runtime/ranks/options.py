@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import argparse
 import math
-from argparse import ArgumentTypeError
-from collections.abc import Iterator, Mapping, Sequence
+from argparse import Action, ArgumentParser, ArgumentTypeError, BooleanOptionalAction, Namespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from autopar.runtime.launchers import usable_cores
+from autopar.runtime.ranks.leaving import USAGE, ExitReason, known_place, leave, refuse
 from autopar.runtime.ranks.locations import Location, is_named_as_file, location
 from autopar.runtime.ranks.mesh import Mesh
 from autopar.runtime.ranks.randomness import mixed_seed
-from autopar.runtime.ranks.refusal import OptionParser, as_typed, known_place, refuse
 from autopar.runtime.ranks.transport import differing
 
 __all__ = ["read_options"]  # for scripts
@@ -150,6 +150,43 @@ class StartingWeights:
     may_lack: tuple[str, ...] = ()  # patterns; * stands for any characters
 
 
+class OptionParser(ArgumentParser):
+    """Parses the options of a script; an error is printed once, not by every rank."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(allow_abbrev=False, **settings)  # `autopar run` searches for whole names
+
+    def add_argument(self, *flags: Any, **how: Any) -> Action:
+        """Add an option; its default is parsed like a typed value."""
+        return super().add_argument(*flags, **as_typed(how))
+
+    def error(self, message: str) -> NoReturn:
+        """Print an error, and exit."""
+        leave(ExitReason(USAGE, message, f"{self.prog} --help lists the options"))
+
+
+def as_typed(how: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return argparse settings that parse a default like a typed value, and reject ""."""
+    if how.get("action", "store") not in ("store", "append"):
+        return how
+    setting = how.get("default")
+    default = str(setting) if isinstance(setting, (str, int, float)) else setting
+    # argparse parses defaults that are strings
+    return {**how, "type": _filled(how.get("type", str)), "default": default}
+
+
+def _filled(read: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Return a parser that rejects an empty value, as a shell passes for an unset variable."""
+
+    @wraps(read)
+    def filled(text: str) -> Any:
+        if not text.strip():
+            raise ArgumentTypeError("it is empty; is a shell variable not set?")
+        return read(text)
+
+    return filled
+
+
 class Option:
     """An option of scripts; `how` are arguments for argparse.
 
@@ -223,7 +260,7 @@ OPTIONS = (
     ),
     Option(
         "--check-first-step", "compare the first loss with that of the whole model in plain "
-        "PyTorch, on rank 0", setting="CHECK_FIRST_STEP", action=argparse.BooleanOptionalAction,
+        "PyTorch, on rank 0", setting="CHECK_FIRST_STEP", action=BooleanOptionalAction,
     ),
     Option("--log-every", "steps between two log lines", setting="LOG_EVERY", type=STEPS),
     Option("--json", "log each line as a JSON object", action="store_true"),
@@ -280,7 +317,7 @@ OPTIONS = (
 )  # fmt: skip
 
 
-def read_options(argv: Sequence[str] | None, settings: Mapping[str, Any]) -> argparse.Namespace:
+def read_options(argv: Sequence[str] | None, settings: Mapping[str, Any]) -> Namespace:
     """Return the options of a script; options that are not given have the script's constants."""
     parser = OptionParser()
     length = parser.add_mutually_exclusive_group()
@@ -293,9 +330,7 @@ def read_options(argv: Sequence[str] | None, settings: Mapping[str, Any]) -> arg
     return _together(parser.parse_args(argv), parser, str(settings["DTYPE"]))
 
 
-def _together(
-    options: argparse.Namespace, parser: OptionParser, planned: str
-) -> argparse.Namespace:
+def _together(options: Namespace, parser: OptionParser, planned: str) -> Namespace:
     """Return the final options; exit if two of them contradict each other."""
     if options.dtype in _HALVES and options.dtype != (
         planned if planned in _HALVES else "bfloat16"
@@ -330,7 +365,7 @@ def _together(
     return options
 
 
-def in_rounds(options: argparse.Namespace, sync_every: int) -> Iterator[str]:
+def in_rounds(options: Namespace, sync_every: int) -> Iterator[str]:
     """Make checkpoints and evaluations follow outer steps, and yield a note for each change.
 
     Replicas that take local steps have the same parameters only after an outer step.
@@ -348,7 +383,7 @@ def in_rounds(options: argparse.Namespace, sync_every: int) -> Iterator[str]:
 _OF_ONE_RANK = frozenset({"json", "timeout", "workers"})
 
 
-def check_same_options(options: argparse.Namespace, mesh: Mesh) -> None:
+def check_same_options(options: Namespace, mesh: Mesh) -> None:
     """Exit if ranks were started with other numbers or switches, which their steps depend on."""
     kinds = (bool, int, float, tuple, torch.dtype)
     given = {one.key: getattr(options, one.key) for one in OPTIONS if one.key not in _OF_ONE_RANK}

@@ -33,12 +33,12 @@ from autopar.runtime.ranks.leaving import (
     end_all_if_early,
     leave,
     leave_interrupted,
+    refuse,
     say,
     write_beside_logs,
 )
 from autopar.runtime.ranks.mesh import Mesh
 from autopar.runtime.ranks.randomness import mixed_seed
-from autopar.runtime.ranks.refusal import refuse
 from autopar.runtime.ranks.transport import differing
 
 __all__ = ["refuse_changes", "tell_errors_once", "warn_if_changed"]  # for scripts

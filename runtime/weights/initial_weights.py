@@ -22,9 +22,9 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._pytree import tree_map
 
 from autopar.runtime.model.plain_tensors import move_plain_tensors, replace_plain_tensors
+from autopar.runtime.ranks.leaving import refuse
 from autopar.runtime.ranks.mesh import ALONE, Axis
 from autopar.runtime.ranks.randomness import seeded
-from autopar.runtime.ranks.refusal import refuse
 from autopar.runtime.tensor.shards import (
     Split,
     TensorPlace,

@@ -15,12 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from autopar.runtime.model.parts import names_of
-from autopar.runtime.ranks.leaving import say
+from autopar.runtime.ranks.leaving import refuse, say
 from autopar.runtime.ranks.locations import Location, check_regular, located
 from autopar.runtime.ranks.mesh import Axis, Mesh
 from autopar.runtime.ranks.options import StartingWeights
 from autopar.runtime.ranks.randomness import mixed_seed
-from autopar.runtime.ranks.refusal import refuse
 from autopar.runtime.ranks.transport import differing
 from autopar.runtime.tensor.shards import (
     Split,

@@ -107,7 +107,7 @@ def test_a_process_that_was_killed_is_told_as_such(tmp_path: Path) -> None:
 def test_what_a_script_refuses_is_told_in_its_own_words(tmp_path: Path) -> None:
     script = tmp_path / "refuses.py"
     script.write_text(
-        "from autopar.runtime.ranks.refusal import refuse\n"
+        "from autopar.runtime.ranks.leaving import refuse\n"
         "refuse('no such rows', fix='give some')\n"
     )
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", str(script)]

@@ -174,7 +174,7 @@ def test_ranks_join_without_torchrun(launcher: Launcher, tmp_path: Path) -> None
 
 REFUSING = """
 from autopar.runtime.ranks import start, tell_errors_once
-from autopar.runtime.ranks.refusal import refuse
+from autopar.runtime.ranks.leaving import refuse
 import torch.distributed as dist
 import torch
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from autopar.planner.plan.files.document import FILE_NAME
 from autopar.runs.launching import ProcessEnd, run_training
 from autopar.runs.run_folder import Nodes
 from autopar.runs.run_record import RunState, read_record
-from autopar.runtime.ranks import leaving, refusal
+from autopar.runtime.ranks import leaving
 from autopar.runtime.ranks.leaving import VERDICT
 from tests.autopar.commands import Autopar
 from tests.autopar.runs.test_planned_again import for_devices, written
@@ -114,11 +114,11 @@ def test_a_rank_leaves_its_verdict_beside_its_logs_without_passwords(
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     with pytest.raises(SystemExit):
-        refusal.refuse("no key to s3://key:secret@b", fix="give one")
+        leaving.refuse("no key to s3://key:secret@b", fix="give one")
     assert not (tmp_path / VERDICT).exists(), "`autopar run` has not started it"
     monkeypatch.setenv(leaving.RUN_TOKEN, "word")
     with pytest.raises(SystemExit):
-        refusal.refuse("no key to s3://key:secret@b", fix="give one")
+        leaving.refuse("no key to s3://key:secret@b", fix="give one")
     left = json.loads((tmp_path / VERDICT).read_text())
     assert (left["code"], left["found"]) == (6, "no key to s3://key:***@b")
     assert "secret" not in capsys.readouterr().err

@@ -11,8 +11,8 @@ from textwrap import dedent
 import pytest
 
 from autopar.runtime.ranks import leaving
-from autopar.runtime.ranks.options import NORM, STEPS
-from autopar.runtime.ranks.refusal import OptionParser, refuse
+from autopar.runtime.ranks.leaving import refuse
+from autopar.runtime.ranks.options import NORM, STEPS, OptionParser
 from tests.runtime.script_ranks import run_script
 
 RANKS = 3
@@ -20,7 +20,8 @@ WAITING = """
     import os
     import torch.distributed as dist
     from autopar.runtime.ranks.mesh import start
-    from autopar.runtime.ranks.refusal import OptionParser, refuse
+    from autopar.runtime.ranks.leaving import refuse
+    from autopar.runtime.ranks.options import OptionParser
     from autopar.runtime.ranks.user_code import tell_errors_once
     tell_errors_once()
     rank = int(os.environ["RANK"])
