@@ -16,7 +16,7 @@ from autopar.codegen.forward.ops.arguments import (
     explained,
     whole_number,
 )
-from autopar.codegen.forward.ops.sizes import wanted, whole_sizes
+from autopar.codegen.forward.ops.sizes import wanted
 from autopar.codegen.forward.ops.special_ops import gives_many, printed, split_call
 from autopar.codegen.forward.ops.table import SPLIT_FUNCTIONS, Function
 from autopar.codegen.forward.reading.author_names import formulas_given
@@ -40,7 +40,7 @@ from autopar.codegen.text.expressions import (
 )
 from autopar.codegen.text.lines import Body, ComputedValues, Line
 from autopar.planner.errors import InputError
-from autopar.planner.graph.layouts import PARTIAL, Layout, LayoutKind
+from autopar.planner.graph.layouts import PARTIAL, WHOLE, Layout, LayoutKind
 from autopar.planner.graph.ops import ONE, Extent, Op, Ref, TensorOrigin
 from autopar.planner.programs.layouts.opened import argument, split_form
 from autopar.planner.rules.rule import OpKind, is_random
@@ -353,7 +353,7 @@ class BodyBuilder(AvailableValues):
         for key, value in op.arguments:
             other = self.split.lengths.argument(op, key)
             if key == "end" and _counts_from_zero(op):
-                length = self.sizes.of_all(whole_sizes(self.split, op.outputs[0]))[0]
+                length = self.sizes.of_all(wanted(self.split, op.outputs[0], WHOLE))[0]
                 found[key] = self.plain_size(value, other) if length is None else length
             elif isinstance(value, Extent) or (value != other and isinstance(value, int)):
                 found[key] = self.plain_size(value, other)
@@ -373,6 +373,7 @@ class BodyBuilder(AvailableValues):
     def body(self, result: Expression | None) -> Body:
         """Return the finished body."""
         return Body(
+            axis=str(self.axis.parts[0]),
             arguments=dict(self.arguments),
             containers=frozenset(self.unpacked),
             lines=tuple(self.lines),

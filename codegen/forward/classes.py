@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from autopar.codegen.forward.body import BodyBuilder
-from autopar.codegen.forward.opened import CrossingTensor, bind_batch, returned
+from autopar.codegen.forward.opened import CrossingTensor, bind_batch, function_source, returned
 from autopar.codegen.forward.opening import Opening, splits_rows
 from autopar.codegen.forward.reading.forward_source import LOSS, as_tuple, is_mapping, pairs
 from autopar.codegen.forward.reading.modules import Argument, Imported, Module, Modules
 from autopar.codegen.forward.reading.split import SplitGraph
 from autopar.codegen.forward.scope import PrintAgainError
-from autopar.codegen.forward.writing import Style, written
+from autopar.codegen.forward.writing import written
 from autopar.codegen.text.expressions import (
     Expression,
     LocalTensor,
@@ -50,13 +50,12 @@ def printed_crossing(opening: Opening, gives: Sequence[CrossingTensor]) -> str:
     bind_batch(builder)
     shown = [_crossing(one, builder) for one in gives]
     result = joined(tuple(shown))
-    style = Style(axis="", indent=4)
     has_splits = any(one.layout.kind is LayoutKind.SPLIT for one in gives)
     how = ", and how tensor ranks split them" if has_splits else ""
     does = f"Return the shapes that a stage sends for a microbatch{how}."
     head = f"def {CROSSING}(batch: Mapping[str, Tensor]) -> tuple[Crossing, ...]:"
-    lines = map(_with_cut_shape, written(builder.body(result), builder.owner, style))
-    return "\n".join([head, f'    """{does}"""', *lines]) + "\n"
+    lines = map(_with_cut_shape, written(builder.body(result), builder.owner, indent=4))
+    return function_source([head], does, lines)
 
 
 def _with_cut_shape(line: str) -> str:
@@ -124,8 +123,7 @@ def forward(
     slice_text: str | None = None,
 ) -> PrintedForward:
     """Return the lines of a forward, indented as a method."""
-    style = Style(axis="self.tensor", indent=8, slice_text=slice_text)
-    lines = written(body, builder.owner, style)
+    lines = written(body, builder.owner, indent=8, slice_text=slice_text)
     head = wrapped_definition("forward", ["self", *signature], module.returns, indent=4)
     return PrintedForward(
         lines=(*head, f'        """{docstring}"""', *lines),

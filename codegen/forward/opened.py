@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import NoneType
 
@@ -18,7 +19,7 @@ from autopar.codegen.forward.reading.forward_source import (
 )
 from autopar.codegen.forward.reading.modules import Imported
 from autopar.codegen.forward.scope import PrintAgainError
-from autopar.codegen.forward.writing import Style, written
+from autopar.codegen.forward.writing import written
 from autopar.codegen.text.expressions import (
     Expression,
     LocalTensor,
@@ -32,7 +33,7 @@ from autopar.codegen.text.expressions import (
     string,
     text,
 )
-from autopar.codegen.text.lines import Body, Line, Pattern, wrapped_definition
+from autopar.codegen.text.lines import Line, Pattern, wrapped_definition
 from autopar.planner.graph.graph import batch_key
 from autopar.planner.graph.layouts import WHOLE, Layout, LayoutKind
 from autopar.planner.graph.ops import Extent, Listed, Mapped, NamedFields, Ref, Value, objects, refs
@@ -126,8 +127,8 @@ def printed_loss(opening: Opening) -> str:
     for op in opening.tree.ops[LOSS]:
         if opening.tree.is_of_loss(op):
             builder.add(op)
-    body = builder.body(builder.value(opening.split.graph.loss, WHOLE))
-    return _function_of_outputs("split_loss", builder, body, returns="Tensor", what="loss")
+    loss = builder.value(opening.split.graph.loss, WHOLE)
+    return _function_of_outputs("split_loss", builder, loss, returns="Tensor", what="loss")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,10 +149,10 @@ def printed_metrics(opening: Opening) -> PrintedMetrics | None:
     )
     if is_whole and not absent:
         return None
-    outputs = whole_outputs(builder, result)
-    body = builder.body(call("compute_metrics", outputs, text("batch")))
-    returns = "Mapping[str, Tensor]"
-    source = _function_of_outputs("whole_metrics", builder, body, returns=returns, what="metrics")
+    metrics = call("compute_metrics", whole_outputs(builder, result), text("batch"))
+    source = _function_of_outputs(
+        "whole_metrics", builder, metrics, returns="Mapping[str, Tensor]", what="metrics"
+    )
     return PrintedMetrics(source=source, absent=absent)
 
 
@@ -178,12 +179,16 @@ def _bind_outputs(builder: BodyBuilder, value: Value, place: str) -> None:
 
 
 def _function_of_outputs(
-    name: str, builder: BodyBuilder, body: Body, *, returns: str, what: str
+    name: str, builder: BodyBuilder, result: Expression, *, returns: str, what: str
 ) -> str:
-    style = Style(axis="tensor", indent=4)
     head = wrapped_definition(name, [*_ARGUMENTS], returns, indent=0)
-    doc = f'    """Return the {what} of outputs that are split over the tensor axis."""'
-    return "\n".join([*head, doc, *written(body, builder.owner, style)]) + "\n"
+    does = f"Return the {what} of outputs that are split over the tensor axis."
+    return function_source(head, does, written(builder.body(result), builder.owner, indent=4))
+
+
+def function_source(head: Sequence[str], does: str, lines: Iterable[str]) -> str:
+    """Return the source of a function at the top of a script."""
+    return "\n".join([*head, f'    """{does}"""', *lines]) + "\n"
 
 
 def bind_batch(builder: BodyBuilder) -> None:

@@ -213,7 +213,7 @@ class _Printer:
     def _builder(self, part: StagePiece) -> BodyBuilder:
         keys = {name: batch_key(name) for name in self.graph.inputs}
         builder = BodyBuilder(self._opening_of(part), ROOT, ops=part.ops)
-        written = self._written_storages(part)
+        written = set[str]().union(*map(self.graph.index.written_by, part.ops))
         for local in part.takes:
             wishes = [*self.tree.names_in(ROOT, local.tensor), *_POSITIONAL]
             taken = (*keys.values(), *builder.arguments.values())
@@ -252,9 +252,6 @@ class _Printer:
         layouts = [self.split.made(name) for name in op.outputs]
         layouts += [self.split.need(op, i) for i in range(len(op.inputs))]
         return not self.graph.learns(op) and all(layout == WHOLE for layout in layouts)
-
-    def _written_storages(self, part: StagePiece) -> set[str]:
-        return set[str]().union(*map(self.graph.index.written_by, part.ops))
 
     def _signature(self, part: StagePiece, builder: BodyBuilder) -> list[str]:
         positional = [f"{builder.arguments[local]}: Tensor" for local in part.takes]

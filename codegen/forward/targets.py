@@ -6,12 +6,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from autopar.codegen.forward.body import BodyBuilder
-from autopar.codegen.forward.opened import bind_batch
+from autopar.codegen.forward.opened import bind_batch, function_source
 from autopar.codegen.forward.opening import Opening
 from autopar.codegen.forward.opening.opener import open_calls
 from autopar.codegen.forward.reading.forward_source import LOSS, CallTree
 from autopar.codegen.forward.reading.split import SplitGraph
-from autopar.codegen.forward.writing import Style, written
+from autopar.codegen.forward.writing import written
 from autopar.codegen.text.expressions import (
     Binding,
     Expression,
@@ -73,7 +73,8 @@ def valid_targets(split: SplitGraph, tree: CallTree) -> str | None:
     result = counts[0] if is_one else call("torch.stack", joined(tuple(counts)))
     does = "Count the targets in the batch that the loss averages over."
     head = "def valid_targets(batch: Mapping[str, Tensor]) -> Tensor:"
-    return _function(head, does, builder, result)
+    lines = written(builder.body(result), builder.owner, indent=4)
+    return function_source([head], does, lines)
 
 
 def printed_divisor(split: SplitGraph, tree: CallTree) -> str | None:
@@ -97,7 +98,8 @@ def printed_divisor(split: SplitGraph, tree: CallTree) -> str | None:
     result = call("torch.stack", joined(tuple(values)), keywords=last) if several else values[0]
     head = f"def {DIVISOR}({_COUNTS}: Tensor, {_PARTS}: float) -> Tensor:"
     does = "Return what the loss divides by, for counts over several parts of a batch."
-    return _function(head, does, builder, result)
+    lines = written(builder.body(result), builder.owner, indent=4)
+    return function_source([head], does, lines)
 
 
 def _changes(division: Division, follows: Mapping[str, Follows], graph: Graph) -> bool:
@@ -146,13 +148,6 @@ def _opened_for(steps: Iterable[Op], split: SplitGraph, tree: CallTree) -> Openi
     calls = {call for op in steps for call in tree.chain(op)} - {LOSS}
     whole = replace(split, degree=1, ops={}, gives={}, crossing={}, weighed=())
     return open_calls(whole, tree, opened=[LOSS], inlined=sorted(calls))
-
-
-def _function(head: str, does: str, builder: BodyBuilder, result: Expression) -> str:
-    """Return the source of a function."""
-    style = Style(axis="", indent=4)
-    lines = written(builder.body(result), builder.owner, style)
-    return "\n".join([head, f'    """{does}"""', *lines]) + "\n"
 
 
 def _order_free(graph: Graph, steps: Iterable[Op]) -> set[str]:

@@ -157,7 +157,6 @@ class MadeOnDevice(TorchFunctionMode):
         return func(*args, **named)
 
 
-@register_op_impl(torch.ops.aten.convolution_overrideable.default)
 def _convolved(_: FakeTensorMode, __: Any, x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
     """Return a convolution's result; torch has no kernel for an unknown device."""
     _bias, stride, padding, dilation, transposed, output_padding, groups = rest
@@ -165,7 +164,6 @@ def _convolved(_: FakeTensorMode, __: Any, x: Tensor, weight: Tensor, *rest: Any
     return x.new_empty(calc_conv_nd_return_shape(x, weight, *options))
 
 
-@register_op_impl(torch.ops.aten.convolution_backward_overrideable.default)
 def _convolved_backward(
     _: FakeTensorMode, __: Any, gradient: Tensor, x: Tensor, weight: Tensor, *___: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -180,6 +178,8 @@ def pretend() -> PretendedDevice:
     torch.accelerator.current_stream = _Stream  # type: ignore[assignment]
     vars(_fsdp_collectives)["record_grad_output_stream"] = lambda *_: None  # in C, in torch 2.15
     dist.Backend.backend_capability["fake"].append(NAME)
+    register_op_impl(_ATEN.convolution_overrideable.default)(_convolved)
+    register_op_impl(_ATEN.convolution_backward_overrideable.default)(_convolved_backward)
     mesh._device = lambda: torch.device(DEVICE)
     with FakeTensorMode():
         torch.ones(2).exp()  # loads libraries once, before forks; must not be a backward
@@ -229,7 +229,8 @@ def draws_of(path: Path, device: PretendedDevice) -> tuple[NotedDraw, ...]:
     found: list[NotedDraw] = []
 
     def watched(step: FirstStep, _: None) -> None:
-        with _attention_of_gpus(), DeviceDrawRecorder(device) as drawing:
+        fused = patch.object(functional, "scaled_dot_product_attention", _fused)
+        with fused, DeviceDrawRecorder(device) as drawing:
             step.take()
         found.extend(drawing.draws(step.parts))
 
@@ -243,13 +244,6 @@ def _without_values() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _attention_of_gpus() -> Iterator[None]:
-    """Make attention with dropout a single random op, as on GPUs."""
-    with patch.object(functional, "scaled_dot_product_attention", _fused):
-        yield
-
-
 def _fused(
     query: Tensor,
     key: Tensor,
@@ -260,6 +254,7 @@ def _fused(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
+    """Return the result of attention; with dropout it is a single random op, as on GPUs."""
     if not dropout_p or query.dim() != 4:
         return _attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa

@@ -49,6 +49,7 @@ class Line:
 class Body:
     """The lines of a printed call, its tensor arguments by name, and its result."""
 
+    axis: str  # the body's name of the tensor axis
     arguments: Mapping[LocalTensor, str]
     containers: frozenset[str]  # the names of arguments that contain several tensors
     lines: tuple[Line, ...]

@@ -24,7 +24,7 @@ from autopar.codegen.text.expressions import (
     joined,
     literal,
 )
-from autopar.planner.graph.layouts import WHOLE, Layout
+from autopar.planner.graph.layouts import Layout
 from autopar.planner.graph.ops import BATCH, ONE, Extent
 from autopar.planner.rules.signature import Dim, FlattenedDims, size_of
 
@@ -189,8 +189,7 @@ class ReadableSizes:
 
     def add_argument(self, local: LocalTensor) -> None:
         """Make an argument available; its shape is preferred."""
-        self.add(local)
-        self.sources.append(local)
+        self.add_converted(local)
         self.known |= set(self.split.axes.dims.get(local.tensor, ()))
 
     def add_converted(self, local: LocalTensor) -> None:
@@ -379,11 +378,6 @@ class ReadableSizes:
             return best[0]
         sole = len(alike) == 1 and alike[0].endswith(("dim", "size", "heads", "channels"))
         return alike[0] if sole else None
-
-
-def whole_sizes(split: SplitGraph, tensor: str) -> tuple[SizeToPrint, ...]:
-    """Return the sizes that a tensor has as a whole."""
-    return wanted(split, tensor, WHOLE)
 
 
 def _divided(extent: Extent, *, by: int) -> Extent:

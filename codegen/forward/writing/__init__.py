@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 from textwrap import wrap
 
 from autopar.codegen.forward.ops.arguments import PARTS
-from autopar.codegen.forward.reading.split import SplitGraph
 from autopar.codegen.forward.scope import Owner
 from autopar.codegen.forward.writing.naming import Namer, Shape, values_to_keep
 from autopar.codegen.forward.writing.statements import Loop, Statement, rolled, statements
@@ -26,43 +25,35 @@ from autopar.codegen.text.lines import Body, Pattern, values_in, wrapped
 from autopar.codegen.text.values import WIDTH
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Style:
-    """The name of the tensor axis in a body, and the body's indentation."""
+def written(body: Body, owner: Owner, *, indent: int, slice_text: str | None = None) -> list[str]:
+    """Return the source of a body, including its return.
 
-    axis: str
-    indent: int
-    slice_text: str | None = None  # the bounds of loops over layers
-
-
-def written(body: Body, owner: Owner, style: Style) -> list[str]:
-    """Return the source of a body, including its return."""
+    With `slice_text`, loops over layers have this text as their bounds.
+    """
     modules = owner.split.modules
-    lines_rolled = rolled(
-        body.lines, owner, modules, result=body.result, slice_text=style.slice_text
-    )
+    lines_rolled = rolled(body.lines, owner, modules, result=body.result, slice_text=slice_text)
     rolled_body = replace(body, lines=lines_rolled)
     kept = values_to_keep(rolled_body.lines)
     rounds: list[list[LocalTensor]] = []
-    lines, too_long = _attempt(rolled_body, owner, style, kept)
+    lines, too_long = _attempt(rolled_body, owner, indent, kept)
     while too_long:
         rounds.append(too_long)
-        lines, too_long = _attempt(rolled_body, owner, style, kept.union(*rounds))
+        lines, too_long = _attempt(rolled_body, owner, indent, kept.union(*rounds))
     added = {local for some in rounds for local in some}
     for local in chain(*rounds[:-1]):  # a name may be unnecessary after an inner value got one
-        shorter, too_long = _attempt(rolled_body, owner, style, kept | added - {local})
+        shorter, too_long = _attempt(rolled_body, owner, indent, kept | added - {local})
         if not too_long:
             added, lines = added - {local}, shorter
     return lines
 
 
 def _attempt(
-    body: Body, owner: Owner, style: Style, kept: frozenset[LocalTensor]
+    body: Body, owner: Owner, indent: int, kept: frozenset[LocalTensor]
 ) -> tuple[list[str], list[LocalTensor]]:
     """Return the source with `kept` values named, and values in long lines to name as well."""
     found = statements(body, kept=kept)
     names = Namer(found, body, owner.split)
-    writer = _Writer(found, names, style, owner.split, has_result=body.result is not None)
+    writer = _Writer(found, names, body, indent)
     return writer.lines(), writer.too_long
 
 
@@ -71,13 +62,11 @@ class _Writer:
         self,
         found: Sequence[Statement],
         names: Namer,
-        style: Style,
-        split: SplitGraph,
-        *,
-        has_result: bool,
+        body: Body,
+        indent: int,
     ) -> None:
-        self.found, self.named, self.style, self.split = found, names, style, split
-        self.has_result = has_result
+        self.found, self.named, self.axis, self.indent = found, names, body.axis, indent
+        self.has_result = body.result is not None
         self.too_long: list[LocalTensor] = []
         self.told_parts = False  # `parts` is explained once in a body
         self.shapes: dict[LocalTensor, Shape] = {shape.value: shape for shape in names.shapes}
@@ -91,7 +80,7 @@ class _Writer:
 
     def lines(self) -> list[str]:
         """Return all lines with their indentation."""
-        indent = self.style.indent
+        indent = self.indent
         lines = [
             " " * indent + shape.text.format(self.named.names[shape.value])
             for shape in self.named.shapes
@@ -127,7 +116,7 @@ class _Writer:
             return "if not self.training:"
         if not statement.line.has_gradient:
             return "with torch.no_grad():"
-        return f"with split_randomness({self.style.axis}):" if statement.line.is_random else ""
+        return f"with split_randomness({self.axis}):" if statement.line.is_random else ""
 
     def _lines(self, statement: Statement, indent: int) -> Iterator[str]:
         line = statement.line

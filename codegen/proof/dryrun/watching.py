@@ -101,11 +101,9 @@ _SIZED = {
 }
 
 
-@contextmanager
-def sizes_of_numbers() -> Iterator[None]:
-    """While the code inside runs, give tensors whose sizes depend on data the expected sizes."""
-    with patch.dict(fake_impls.op_implementations_dict, _SIZED):
-        yield
+def sizes_of_numbers() -> AbstractContextManager[Any]:
+    """Return a context in which tensors whose sizes depend on data get the expected sizes."""
+    return patch.dict(fake_impls.op_implementations_dict, _SIZED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,15 +144,13 @@ _FUNCTIONAL = {  # kinds by the names of functional collectives
 def recording() -> Iterator[DryRunRecording]:
     """Record memory and collectives of the code inside, whose tensors have shapes but no values."""
     memory = LiveMemory()
-    record = DryRunRecording(memory)
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
     with (
         _watched_host(memory),
         memory.watching_resizes(),
         cuda_kernels(),
         sizes_of_numbers(),
-        fake,
-        record,
+        FakeTensorMode(allow_non_fake_inputs=True),
+        DryRunRecording(memory) as record,
     ):
         yield record
 
