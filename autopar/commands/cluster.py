@@ -16,6 +16,7 @@ import typer
 from autopar.commands import AS_JSON, Command, new_app
 from autopar.console import print_json, print_note, results
 from autopar.options import OUTPUT_FILE
+from autopar.planner.cluster import tool_output
 from autopar.planner.cluster.detected import (
     BEGINNING,
     MeasuredLinks,
@@ -24,22 +25,6 @@ from autopar.planner.cluster.detected import (
 )
 from autopar.planner.cluster.file import parse_cluster
 from autopar.planner.cluster.sheet import local_devices
-from autopar.planner.cluster.tool_output import (
-    GPU_QUERY,
-    KUBERNETES_QUERY,
-    SLURM_QUERY,
-    TOPOLOGY_QUERY,
-    FoundGpu,
-    FoundNode,
-    FoundNodes,
-    GpuWiring,
-    NetworkCard,
-    cards_in,
-    gpus_in,
-    kubernetes_nodes_in,
-    slurm_nodes_in,
-    wiring_in,
-)
 from autopar.planner.errors import InputError
 from autopar.planner.files import refuse_others, write_whole
 from autopar.runs.run_status import asked
@@ -102,7 +87,7 @@ def detect(
         chosen, (nodes, links) = source, _ranks()
         if not nodes:
             return  # the first rank writes
-        found = FoundNodes(nodes=nodes)
+        found = tool_output.FoundNodes(nodes=nodes)
     else:
         chosen, found = _first_answer((source,) if source else _sources(partition), partition)
     made = detected(
@@ -133,14 +118,16 @@ def _sources(partition: str | None) -> Sequence[str]:
     if partition is not None:
         return (_SLURM,)
     may_answer = {
-        _SLURM: shutil.which(SLURM_QUERY[0]),
-        _HERE: shutil.which(GPU_QUERY[0]) or local_devices(),
-        _KUBERNETES: shutil.which(KUBERNETES_QUERY[0]),
+        _SLURM: shutil.which(tool_output.SLURM_QUERY[0]),
+        _HERE: shutil.which(tool_output.GPU_QUERY[0]) or local_devices(),
+        _KUBERNETES: shutil.which(tool_output.KUBERNETES_QUERY[0]),
     }
     return [one for one, found in may_answer.items() if found] or [_HERE]
 
 
-def _first_answer(sources: Sequence[str], partition: str | None) -> tuple[str, FoundNodes]:
+def _first_answer(
+    sources: Sequence[str], partition: str | None
+) -> tuple[str, tool_output.FoundNodes]:
     """Ask the sources until one answers; return that source and its machines."""
     for one in sources[:-1]:
         try:
@@ -150,7 +137,7 @@ def _first_answer(sources: Sequence[str], partition: str | None) -> tuple[str, F
     return sources[-1], _found(sources[-1], partition)
 
 
-def _found(source: str, partition: str | None) -> FoundNodes:
+def _found(source: str, partition: str | None) -> tool_output.FoundNodes:
     if source == _HERE:
         here = _here()
         if here is None:
@@ -158,14 +145,14 @@ def _found(source: str, partition: str | None) -> FoundNodes:
                 "this machine has no GPUs, no Slurm and no Kubernetes to ask",
                 fix="run it where jobs are submitted, or on a machine of the cluster",
             )
-        return FoundNodes(nodes=(here,))
+        return tool_output.FoundNodes(nodes=(here,))
     if source == _KUBERNETES:
-        return kubernetes_nodes_in(asked(KUBERNETES_QUERY, "the nodes"))
-    found = slurm_nodes_in(asked(SLURM_QUERY, "the nodes"), partition)
+        return tool_output.kubernetes_nodes_in(asked(tool_output.KUBERNETES_QUERY, "the nodes"))
+    found = tool_output.slurm_nodes_in(asked(tool_output.SLURM_QUERY, "the nodes"), partition)
     return replace(found, nodes=tuple(_seen_from_inside(found.nodes)))
 
 
-def _seen_from_inside(nodes: Sequence[FoundNode]) -> Iterator[FoundNode]:
+def _seen_from_inside(nodes: Sequence[tool_output.FoundNode]) -> Iterator[tool_output.FoundNode]:
     """Yield the nodes; those like this machine, if it is among them, get its memory and wiring."""
     own = next((one for one in nodes if one.name == socket.gethostname()), None)
     here = None if own is None else _here()
@@ -182,13 +169,13 @@ def _seen_from_inside(nodes: Sequence[FoundNode]) -> Iterator[FoundNode]:
             )
 
 
-def _here() -> FoundNode | None:
+def _here() -> tool_output.FoundNode | None:
     """Return this machine with the most frequent kind of its GPUs, or None without any."""
-    if shutil.which(GPU_QUERY[0]):
-        found = gpus_in(asked(GPU_QUERY, "the GPUs"))
+    if shutil.which(tool_output.GPU_QUERY[0]):
+        found = tool_output.gpus_in(asked(tool_output.GPU_QUERY, "the GPUs"))
     else:  # torch also sees other vendors' GPUs
         found = tuple(
-            FoundGpu(name=one.name, memory_bytes=one.memory_bytes, pcie_generation=None)
+            tool_output.FoundGpu(name=one.name, memory_bytes=one.memory_bytes, pcie_generation=None)
             for one in local_devices()
         )
     if not found:
@@ -196,7 +183,7 @@ def _here() -> FoundNode | None:
     (gpu, count), *rest = Counter(found).most_common()
     for other, left in rest:
         print_note(f"left out: {left} × {other.name}, as a node has GPUs of one kind")
-    return FoundNode(
+    return tool_output.FoundNode(
         name=socket.gethostname(),
         kind=gpu.name,
         devices=count,
@@ -207,20 +194,20 @@ def _here() -> FoundNode | None:
     )
 
 
-def _wiring() -> GpuWiring | None:
-    if not shutil.which(TOPOLOGY_QUERY[0]):
+def _wiring() -> tool_output.GpuWiring | None:
+    if not shutil.which(tool_output.TOPOLOGY_QUERY[0]):
         return None
     try:
-        return wiring_in(asked(TOPOLOGY_QUERY, "how the GPUs are joined"))
+        return tool_output.wiring_in(asked(tool_output.TOPOLOGY_QUERY, "how the GPUs are joined"))
     except InputError as error:
         print_note(f"links between GPUs are not known: {error.found}")
         return None
 
 
-def _cards() -> Iterator[NetworkCard]:
+def _cards() -> Iterator[tool_output.NetworkCard]:
     """Yield this machine's network cards; ordinary Ethernet only if there are no others."""
     ports = {one.name: one / "ports" / "1" for one in sorted(_CARDS.glob("*"))}
-    cards = cards_in(
+    cards = tool_output.cards_in(
         {
             name: (_text(port / "rate"), _text(port / "state"), _text(port / "link_layer"))
             for name, port in ports.items()
@@ -233,7 +220,7 @@ def _cards() -> Iterator[NetworkCard]:
         speed = _text(one.parent / "speed").strip()  # in Mb/s; -1 if it is down
         if speed.isascii() and speed.isdecimal() and len(speed) < 8 and int(speed):
             rate = int(speed) * 1e6 / 8
-            yield NetworkCard(name=one.parent.name, bytes_per_second=rate, layer="TCP")
+            yield tool_output.NetworkCard(name=one.parent.name, bytes_per_second=rate, layer="TCP")
 
 
 def _text(path: Path) -> str:
@@ -243,7 +230,7 @@ def _text(path: Path) -> str:
         return ""
 
 
-def _ranks() -> tuple[tuple[FoundNode, ...], MeasuredLinks]:
+def _ranks() -> tuple[tuple[tool_output.FoundNode, ...], MeasuredLinks]:
     """Return, on rank 0, the machines of all ranks and their links; nothing on other ranks."""
     import torch.distributed as dist
 
@@ -259,9 +246,9 @@ def _ranks() -> tuple[tuple[FoundNode, ...], MeasuredLinks]:
         )
     mesh = start(data=own.world_size, timeout=_SECONDS_TO_MEET)
     here = _here() if own.local_rank == 0 else None
-    cpu = FoundNode(name=socket.gethostname(), kind="cpu", devices=1, memory_bytes=None)
+    cpu = tool_output.FoundNode(name=socket.gethostname(), kind="cpu", devices=1, memory_bytes=None)
     machine = replace(here or cpu, devices=max(own.local_world_size, here.devices if here else 0))
-    every: list[tuple[int, int, FoundNode]] = [(0, 0, machine)] * own.world_size
+    every: list[tuple[int, int, tool_output.FoundNode]] = [(0, 0, machine)] * own.world_size
     dist.all_gather_object(every, (own.node, own.local_rank, machine))
     firsts = [rank for rank, (_, local, _) in enumerate(every) if local == 0]
     inside = [

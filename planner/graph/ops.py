@@ -76,8 +76,8 @@ class Extent:
 
     def __lt__(self, other: Extent) -> bool:
         """Compare for large batches: the higher power decides."""
-        size = max(len(self.coefficients), len(other.coefficients))
-        return _padded(self, size)[::-1] < _padded(other, size)[::-1]
+        pairs = [*zip_longest(self.coefficients, other.coefficients, fillvalue=0)][::-1]
+        return [own for own, _ in pairs] < [its for _, its in pairs]
 
     def __str__(self) -> str:
         terms = [_term(c, power) for power, c in enumerate(self.coefficients) if c]
@@ -97,14 +97,7 @@ def numel(shape: tuple[Extent, ...]) -> Extent:
     """Return the number of elements of a tensor."""
     if all(size.is_constant for size in shape):
         return constant(prod(size.at(0) for size in shape))
-    total = ONE
-    for size in shape:
-        total = total * size
-    return total
-
-
-def _padded(extent: Extent, size: int) -> tuple[int, ...]:
-    return extent.coefficients + (0,) * (size - len(extent.coefficients))
+    return prod(shape, start=ONE)
 
 
 def _term(coefficient: int, power: int) -> str:
@@ -397,14 +390,8 @@ def objects(value: Value) -> Iterator[str]:
             yield from objects(item)
 
 
-def sizes(value: Value) -> tuple[Extent, ...]:
-    """Return the sizes in an argument as extents; a size of −1, as in views, stays −1."""
-    assert isinstance(value, tuple)
-    return tuple(size(item) for item in value)
-
-
 def size(value: Value) -> Extent:
-    """Return the size in an argument as an extent."""
+    """Return the size in an argument as an extent; a size of −1, as in views, stays −1."""
     if isinstance(value, Extent):
         return value
     assert isinstance(value, int)
