@@ -6,6 +6,8 @@ search that is stopped early has a result, and one that goes on has a value to b
 A node's bound never exceeds the value of a leaf below it. So the first leaf on top is the best one,
 and all waiting nodes are pruned by their bounds. Ties go to the simpler leaf, so nodes come before
 leaves of equal value.
+
+`simplest_leaf` goes on from there, in the order of complexity, to a leaf near the best one.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ _FAR = 1.25  # times the lowest bound: the search for a first leaf dives to no n
 Item = TypeVar("Item")
 Leaf = TypeVar("Leaf")
 Rank = tuple[float, ...]
+Complexity = tuple[int, ...]  # less is simpler
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,3 +171,46 @@ def best_first(
         bound=best_possible,
         is_complete=is_complete,
     )
+
+
+def simplest_leaf(
+    found: Iterable[FoundLeaf[Leaf]],
+    waiting: Iterable[SearchNode[Item]],
+    expand: Callable[[Item], Iterable[SearchNode[Item] | FoundLeaf[Leaf] | Unproved]],
+    *,
+    of_leaf: Callable[[Leaf], Complexity],
+    below: Callable[[Item], Complexity],
+    within: float,
+    is_late: Callable[[], bool] = never,
+) -> FoundLeaf[Leaf]:
+    """Return the simplest leaf with a value up to `within`; of equally simple ones, the least.
+
+    `below` returns the least complexity below a node. Of nodes and leaves, the one with the best
+    possible simplicity is taken first. So the first leaf taken is the answer, and nodes that cannot
+    be simpler are never expanded. If time is up, the simplest leaf found is returned.
+    """
+    queue: list[_Entry[Item, Leaf]] = []
+    numbers = count()
+
+    def push(one: SearchNode[Item] | FoundLeaf[Leaf], parent_bound: float) -> None:
+        value = one.value if isinstance(one, FoundLeaf) else max(one.bound, parent_bound)
+        if value <= within:
+            of = of_leaf(one.leaf) if isinstance(one, FoundLeaf) else below(one.item)
+            heapq.heappush(queue, (of, value, one.rank, next(numbers), one))
+
+    for leaf in found:
+        push(leaf, 0.0)
+    for node in waiting:
+        push(node, 0.0)
+    while queue:
+        _, bound, _, _, top = heapq.heappop(queue)
+        if isinstance(top, FoundLeaf):
+            return top
+        if not is_late():
+            for child in expand(top.item):
+                if not isinstance(child, Unproved):
+                    push(child, bound)
+    raise AssertionError("the fastest is within any tolerance")
+
+
+_Entry = tuple[Complexity, float, tuple[float, ...], int, SearchNode[Item] | FoundLeaf[Leaf]]

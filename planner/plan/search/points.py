@@ -1,7 +1,8 @@
-"""Lists the points of the search space and their variants (space.py), and orders of unlike nodes.
+"""Lists the points of the search space and their variants (space.py); says how simple each is.
 
-Also distributes a batch over unlike devices. A step has m microbatches, each of B rows over all
-data ranks; each of the n_k devices of kind k takes r_k of these rows:
+Also lists orders of unlike nodes, and distributes a batch over unlike devices. A step has m
+microbatches, each of B rows over all data ranks; each of the n_k devices of kind k takes r_k of
+these rows:
 
     Σ_k n_k · r_k  =  B        r_k ≥ the fewest rows that the model accepts
 
@@ -14,11 +15,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from autopar.planner.cluster.cluster import Cluster, Device
 from autopar.planner.cluster.shape import RowShare, group_shape, kinds_of_blocks
+from autopar.planner.cluster.toml_reading import seconds_text
 from autopar.planner.costs.prediction import Arrangement, Offload
 from autopar.planner.costs.schedules.table import ScheduleKind
 from autopar.planner.costs.steps.stage_load import rank_groups
@@ -27,7 +29,7 @@ from autopar.planner.plan.bounds.bounding import BoundKind, Bounds
 from autopar.planner.plan.declared.constraints import Constraints, allows
 from autopar.planner.plan.declared.limits import least_rows
 from autopar.planner.plan.plan import BatchFacts
-from autopar.planner.plan.search.simpler import complexity
+from autopar.planner.plan.search.best_first import Complexity
 from autopar.planner.plan.search.space import (
     Choices,
     Degrees,
@@ -40,7 +42,9 @@ from autopar.planner.plan.search.space import (
     uneven_microbatches_of,
     variants,
 )
+from autopar.planner.plan.solving.candidate import Candidate, recomputes
 from autopar.planner.plan.solving.costing import SearchSubject
+from autopar.planner.precision import Compression
 
 MOST_SHARES = 6
 MOST_LISTED = 10_000
@@ -160,6 +164,66 @@ def families(variants_: Iterable[Arrangement]) -> list[list[Arrangement]]:
             heads[pipeline] = family
         families.append(family)
     return families
+
+
+def complexity(arrangement: Arrangement, *, recomputes: bool) -> Complexity:
+    """Return how hard a plan is to read and to trust, most important first.
+
+    In this order: how many replicas take local steps, which change what is learnt; how many kinds
+    of parallelism there are; how many of them need printed forwards (pipeline and tensor: data
+    ranks run the model's own forward); the ZeRO level; whether the host has an optimizer; how
+    gradients are compressed; whether a layer is recomputed; whether layers are compiled.
+    """
+    opening = (arrangement.pipeline > 1) + (arrangement.tensor > 1)
+    return (
+        arrangement.data // arrangement.averaging_ranks - 1,
+        opening + (arrangement.data > 1),
+        opening,
+        arrangement.zero.value,
+        int(arrangement.offload is not Offload.NONE),
+        [*Compression].index(arrangement.compression),
+        int(recomputes),
+        [*Compile].index(arrangement.compile),
+    )
+
+
+def complexity_of(candidate: Candidate) -> Complexity:
+    """Return the complexity of a solved plan."""
+    return complexity(candidate.arrangement, recomputes=recomputes(candidate))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BestByComplexity:
+    """The least seconds of solved plans, by complexity."""
+
+    tolerance: float
+    seconds: Mapping[Complexity, float] = field(default_factory=dict)
+
+    def with_one(self, of: Complexity, seconds: float) -> BestByComplexity:
+        """Return the record with one more solved plan."""
+        least = min(seconds, self.seconds.get(of, float("inf")))
+        return replace(self, seconds={**self.seconds, of: least})
+
+    @property
+    def fastest(self) -> float:
+        """The least seconds of all."""
+        return min(self.seconds.values(), default=float("inf"))
+
+    def words(self, least_bound: float) -> str:
+        """Return how fast the best plan is so far, and how much a faster one may gain."""
+        if self.fastest == float("inf"):
+            return "searching"
+        left = max(0.0, 1 - least_bound / self.fastest)
+        return f"searching: {seconds_text(self.fastest)} so far, at most {left:.1%} left to gain"
+
+    def to_beat(self, of: Complexity) -> float:
+        """Return the time that a plan must be below to be chosen.
+
+        The plan must be within the tolerance of the fastest, and faster than every plan that is at
+        least as simple.
+        """
+        as_simple = (seconds for known, seconds in self.seconds.items() if known <= of)
+        return min(self.fastest * (1 + self.tolerance), *as_simple, float("inf"))
 
 
 def simplicity(arrangement: Arrangement) -> tuple[float, ...]:

@@ -40,12 +40,14 @@ from autopar.planner.plan.plan import Model, Plan
 from autopar.planner.plan.search.ahead import Ahead, Idle, none
 from autopar.planner.plan.search.assembly import MOST_SHOWN, Counts, assemble, kind_of
 from autopar.planner.plan.search.best_first import (
+    Complexity,
     FoundLeaf,
     Outcome,
     SearchNode,
     Unproved,
     best_first,
     never,
+    simplest_leaf,
 )
 from autopar.planner.plan.search.demands import (
     choices_of,
@@ -58,19 +60,15 @@ from autopar.planner.plan.search.demands import (
     too_late,
 )
 from autopar.planner.plan.search.points import (
+    BestByComplexity,
     Points,
     SearchItem,
     SearchPoint,
     Variant,
-    families,
-    simplicity,
-)
-from autopar.planner.plan.search.simpler import (
-    BestByComplexity,
-    Complexity,
     complexity,
     complexity_of,
-    simplest_leaf,
+    families,
+    simplicity,
 )
 from autopar.planner.plan.search.space import Choices
 from autopar.planner.plan.solving.candidate import (

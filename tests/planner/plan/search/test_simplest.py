@@ -12,15 +12,19 @@ from hypothesis import strategies as st
 
 from autopar.planner.cluster.file import choose_cluster, parse_cluster
 from autopar.planner.costs.prediction import Zero
-from autopar.planner.plan.search.best_first import FoundLeaf, SearchNode, best_first
-from autopar.planner.plan.search.search import Explorer
-from autopar.planner.plan.search.simpler import (
-    BestByComplexity,
+from autopar.planner.plan.search.best_first import (
     Complexity,
-    complexity,
-    complexity_of,
+    FoundLeaf,
+    SearchNode,
+    best_first,
     simplest_leaf,
 )
+from autopar.planner.plan.search.points import (
+    BestByComplexity,
+    complexity,
+    complexity_of,
+)
+from autopar.planner.plan.search.search import Explorer
 from autopar.planner.plan.solving.candidate import Candidate
 from autopar.planner.plan.solving.costing import SearchSubject
 from tests.cells import cells
