@@ -190,7 +190,7 @@ def plans(tmp_path: Path) -> tuple[Path, Path]:
         (
             (),
             (
-                "compute + recompute takes 70% of",
+                "compute + recompute take 70% of",
                 "critical",
                 "together",
                 "all-reduce",
