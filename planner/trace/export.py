@@ -45,12 +45,14 @@ from autopar.planner.trace.running import (
 from autopar.planner.trace.scalar_questions import (
     AT_RANDOM,
     answered,
+    deciding_noted,
     fixing_noted,
     lengths_as_sizes,
     note_drawn,
     tensor_of_numbers,
 )
 from autopar.planner.trace.scatter import picked
+from autopar.planner.trace.symbols import RowsInNumberError
 from autopar.planner.trace.traps import LeftBehind, no_foreign_randomness
 from autopar.planner.trace.unlike_types import (
     NoKernelError,
@@ -120,6 +122,7 @@ def export(
             no_foreign_randomness(subject.model),
             recorded(subject.model, outside, fold=fold, found=found) as recording,
             fixing_noted() as fixing,
+            deciding_noted() as deciding,
             lengths_as_sizes(),
             own_checkpoints_noted() as recomputing,
             ctc_traced(),
@@ -144,6 +147,8 @@ def export(
         raise
     except BaseException as error:
         raise trace_error(error, subject) from error
+    if deciding:
+        raise RowsInNumberError("the model decides by its number of rows", where=deciding[0])
     without_outs(program.graph_module)
     return ExportedTrace(
         program=program,

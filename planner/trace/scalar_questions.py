@@ -201,6 +201,42 @@ def fixing_noted() -> Iterator[list[str]]:
         yield places
 
 
+# numbers of rows for which a comparison is made; torch traces no batch of one row
+_COMPARED_ROWS = (*range(2, 34), *(2**power + more for power in range(6, 17) for more in (0, 1)))
+_TORCH = str(Path(torch.__file__).parent)
+
+
+@contextmanager
+def deciding_noted() -> Iterator[list[str]]:
+    """Collect `file:line` of code that decides by the number of rows, unless it only raises.
+
+    The exporter takes the answer for the traced batch, and says nothing. A comparison that has the
+    same answer for all batches (`x.shape[0] == y.shape[0]`) decides nothing.
+    """
+    places: list[str] = []
+    original: Callable[[SymBool], bool] = SymBool.__bool__
+
+    def noting(self: SymBool) -> bool:
+        frame = sys._getframe(1)
+        if frame.f_code is SymInt.__bool__.__code__ and frame.f_back is not None:  # if B % 2:
+            frame = frame.f_back
+        file, line = frame.f_code.co_filename, frame.f_lineno
+        if not file.startswith(_TORCH) and _is_undecided(self) and line not in _answers(file):
+            places.append(f"{file}:{line}")
+        return original(self)
+
+    with patch.object(SymBool, "__bool__", noting):
+        yield places
+
+
+def _is_undecided(question: SymBool) -> bool:
+    """Whether the answer depends on the number of rows, and on nothing else."""
+    symbols = question.node.expr.free_symbols
+    if not symbols or any(str(one).startswith("u") for one in symbols):
+        return False
+    return len({_at(question, rows) for rows in _COMPARED_ROWS}) > 1
+
+
 _OWN = str(Path(__file__).parent)
 # this function of torch looks for a causal mask only to choose a faster kernel
 _ONLY_FASTER = (transformer.__file__, "_detect_is_causal_mask")

@@ -149,7 +149,7 @@ def _why(batch: BatchFacts) -> str:
     return (
         f": the model fixes its batch to {batch.fixed}, the rows that it was traced with, because "
         f"its forward takes their number for a constant{place} (a loop over the rows, "
-        "a root of their number, tolist())"
+        "a root of their number, a comparison, tolist())"
     )
 
 
