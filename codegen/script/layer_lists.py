@@ -178,7 +178,7 @@ def ties_table(plan: Plan, opened: OpenedSource) -> Source:
         if len(ranks) > 1 and name in learning:
             shared = literal(tuple(sorted(set(ranks))))
             rows.append(call("Tie", tuple_of(*map(literal, names)), shared))
-    apart = "; their gradients have buckets apart" * has_buckets_apart(plan.arrangement)
+    apart = "; their gradients are in buckets of their own" * has_buckets_apart(plan.arrangement)
     meaning = f"shared weights, and their pipeline ranks{apart}"
     return assigned("TIES", tuple_of(*rows), meaning) if rows else Source()
 

@@ -186,9 +186,7 @@ def replicated_table(plan: Plan) -> Source:
     if not summed:
         return Source()
     names = (one for one, _ in numbered_rows(_modules_of(summed, plan.graph)))
-    kept = (
-        ", which have buckets apart" if has_buckets_apart(plan.arrangement) else " over the ranks"
-    )
+    kept = ", in buckets of their own" if has_buckets_apart(plan.arrangement) else " over the ranks"
     meaning = f"whole on each tensor rank; train_step adds up their gradients{kept}"
     return assigned("REPLICATED", tuple_of(*map(unpacked, names)), meaning)
 

@@ -28,7 +28,7 @@ Why this plan: its layouts are simpler than the fastest plan's (34.35 ms), and i
 longer; none of the 20 arrangements is faster than 34.35 ms. Compute + optimizer take 82% of the
 step.
 """
-# Written by autopar 0.2.0 (checksum 5226bf56891cd7a3, plan 6664b727f25a9194).
+# Written by autopar 0.2.0 (checksum de690ed00865df77, plan 6664b727f25a9194).
 # Once you edit this file, autopar overwrites it only with --force.
 
 import sys
@@ -174,7 +174,7 @@ SPLITS = {  # Split(dim, parts); a part is (blocks, elements of a block), and bl
     "h.*.attn.c_attn.weight": Split(0, ((12, 64),) * 3),  # heads
     "h.*.attn.c_attn.bias": Split(0, ((12, 64),) * 3),  # heads
 }
-# whole on each tensor rank; train_step adds up their gradients, which have buckets apart
+# whole on each tensor rank; train_step adds up their gradients, in buckets of their own
 REPLICATED = ("h.*.ln_1", "h.*.attn.c_proj", "h.*.ln_2", "h.*.mlp", "ln_f")
 COMPILED = expand("h.*", range(12))  # each compiled by torch.compile
 
