@@ -8,7 +8,7 @@ from functools import cached_property
 from types import MappingProxyType
 
 from autopar.planner.axes.naming import Hint, Unifier, hints_of, named
-from autopar.planner.graph.graph import Graph
+from autopar.planner.graph.graph import Graph, once_per_graph
 from autopar.planner.graph.ops import Extent, Op, TensorOrigin
 from autopar.planner.rules.signature import (
     Case,
@@ -83,6 +83,7 @@ class GraphAxes:
         return frozenset(leaf.name for leaf in found if not leaf.size.is_constant)
 
 
+@once_per_graph
 def infer_axes(graph: Graph) -> GraphAxes:
     """Return the logical axes of a graph."""
     inference = _Inference(graph)

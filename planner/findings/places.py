@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from autopar.planner.axes.infer import Conflict, GraphAxes, infer_axes
-from autopar.planner.graph.graph import Graph
+from autopar.planner.graph.graph import Graph, once_per_graph
 from autopar.planner.graph.ops import Extent, Op, Ref, refs
 from autopar.planner.rules.rule import OpKind, is_random
 from autopar.planner.rules.signature import Concat, Dim, FlattenedDims, leaves, size_of, substituted
@@ -29,6 +29,7 @@ class RowPlaces:
     along: frozenset[str]
 
 
+@once_per_graph
 def row_places(graph: Graph) -> RowPlaces:
     """Find the ops of a graph whose results for a row depend on its place, or on other rows."""
     strides, rows = _StrideReader(graph), _AlongRows(graph, infer_axes(graph))

@@ -8,9 +8,9 @@ them, later reads of all of them see the new values.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Container, Iterable, Mapping, Set
+from collections.abc import Callable, Container, Iterable, Mapping, Set
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, wraps
 from itertools import chain
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -238,6 +238,24 @@ class Graph:
     def index(self) -> Index:
         """The index: the ops that make and read each tensor, and dependencies."""
         return Index(self.ops, self.tensors, self.calls, self.functions)
+
+    @cached_property
+    def found(self) -> dict[str, Any]:
+        """The results of functions that are `once_per_graph`."""
+        return {}
+
+
+def once_per_graph(find: Callable[[Graph], T]) -> Callable[[Graph], T]:
+    """Have a graph remember what a function finds of it: a graph never changes."""
+
+    @wraps(find)
+    def known(graph: Graph) -> T:
+        if find.__qualname__ not in graph.found:
+            graph.found[find.__qualname__] = find(graph)
+        found: T = graph.found[find.__qualname__]
+        return found
+
+    return known
 
 
 def input_name(key: str, taken: Container[str]) -> str:
