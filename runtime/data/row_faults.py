@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sized
-from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -120,24 +119,10 @@ def fault_of_dataset(dataset: Any, maker: str) -> Fault | None:
             f"{name} gives no row for an index", "give it __getitem__, or return one of its parts"
         )
     if is_stream(dataset):
-        return _fault_of_stream(dataset, name, maker)
+        return None
     if not isinstance(dataset, Sized):
         return Fault(f"{name} has no length", "give it __len__, or __iter__ for a stream")
     return _fault_of_length(dataset, maker)
-
-
-def _fault_of_stream(dataset: Any, name: str, maker: str) -> Fault | None:
-    """Return why a stream can be read only once, or None.
-
-    An iterator that is not written in Python (a generator, zip, map) cannot begin again.
-    """
-    is_iterator = hasattr(dataset, "__next__")
-    if not is_iterator or isinstance(getattr(type(dataset), "__iter__", None), FunctionType):
-        return None
-    return Fault(
-        f"{name} can be read only once, and a training reads it again in each epoch and resumption",
-        f"let {maker} return an object whose __iter__ is a generator function, which begins anew",
-    )
 
 
 def _fault_of_length(dataset: Any, maker: str) -> Fault | None:

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
-from autopar.runtime.data.row_faults import fault_of_dataset
 from autopar.runtime.ranks.mesh import start
 from tests.runtime.data.reading import read_rows
 
@@ -246,20 +245,3 @@ class Stream(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         yield self.dataset[0]
-
-
-def test_a_stream_that_can_be_read_only_once_is_refused() -> None:
-    class Again:
-        def __iter__(self) -> Iterator[int]:
-            return iter(range(3))
-
-    class Own(Again):
-        def __next__(self) -> int:
-            return 0
-
-    for once in ((row for row in [1]), iter([1]), map(str, [1])):
-        fault = fault_of_dataset(once, "build_dataset")
-        assert fault is not None
-        assert "read only once" in fault.found
-    assert fault_of_dataset(Again(), "build_dataset") is None
-    assert fault_of_dataset(Own(), "build_dataset") is None
