@@ -104,9 +104,9 @@ def script_of(
 ) -> CachedScript:
     """Return the script of a plan for a path, from the cache if it is known.
 
-    Places from which the model file has the same relative path have the same script. The file is
-    looked for here, then in `folder` (the script's by default) and its parents. `built` is its
-    model.
+    A script depends on its place only by the relative path from there to the model file. The model
+    file is looked for in the working directory, then in `folder` (the script's by default) and its
+    parents. `built` is the model, if it has been built already.
     """
     place, cache = destination.resolve(), cache_of(uses_cache)
     beside = place.parent if folder is None else folder

@@ -196,7 +196,8 @@ def _tell(report: DryRun) -> None:
     )
     if report.runs_uncompiled:
         results().print(
-            "A dry run executes compiled layers op by op. Compiled, they hold less, as predicted.",
+            "In a dry run, compiled layers run op by op, which takes more memory. The predicted "
+            "figure is for compiled layers.",
             soft_wrap=True,
         )
     sent = plain_table("Collectives of one step", "", "ranks", "bytes", "count", left=1)

@@ -40,7 +40,7 @@ from torch.utils.backend_registration import (
 )
 
 from autopar.codegen.proof.draws import DrawRecorder, NotedDraw, recompute_draw_faults, settings_of
-from autopar.codegen.proof.dryrun.watching import FirstStep, run_first_step, sizes_of_numbers
+from autopar.codegen.proof.dryrun.watching import FirstStep, run_first_step, sizes_from_data
 from autopar.runtime.ranks import mesh
 from autopar.runtime.tensor.shards import put_into
 
@@ -240,7 +240,7 @@ def draws_of(path: Path, device: PretendedDevice) -> tuple[NotedDraw, ...]:
 
 @contextmanager
 def _without_values() -> Iterator[None]:
-    with FakeTensorMode(allow_non_fake_inputs=True), sizes_of_numbers():
+    with FakeTensorMode(allow_non_fake_inputs=True), sizes_from_data():
         yield
 
 

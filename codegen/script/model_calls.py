@@ -219,7 +219,7 @@ def reading(plan: Plan, subject: PlannedSubject) -> Source:
 
 
 _UNREPEATED = "may_repeat=False"
-_WHY_UNREPEATED = "rows meet in a microbatch, so none may stand there twice"
+_WHY_UNREPEATED = "a microbatch's rows are mixed, so no row may be in it twice"
 
 
 def _counting(opened: OpenedSource) -> list[str]:
@@ -240,7 +240,7 @@ def waits_for_last(arrangement: Arrangement) -> Source:
     if not waits or arrangement.zero.divides_parameters:
         return Source()
     if arrangement.zero.keeps_gathered:
-        return Source("parameters stay whole until the last microbatch")
+        return Source("gathered parameters are kept until the last microbatch's backward")
     return Source("gradients are averaged in the last microbatch")
 
 

@@ -35,9 +35,9 @@ __all__ = ["PlainModel", "check_first_step"]  # for scripts
 # order of sums and by roundings. In fp32, sums of thousands of terms over tens of layers make some
 # hundred roundings, and a model that computes in fp64 may round to fp32 somewhere. In 16 bits, sums
 # are made in fp32 and each layer rounds its output; in a mean over all targets this mostly cancels.
-# One rounding to bf16 (8 significant bits) is twenty times the largest difference seen. Float8
-# rounds factors to 4 bits, which changes the losses of 50 steps of a small Llama by a fortieth of
-# what is allowed.
+# For bf16 one rounding (8 significant bits) is allowed: twenty times the largest difference seen.
+# Float8 rounds factors to 4 bits, which changes the losses of 50 steps of a small Llama by a
+# fortieth of what is allowed.
 _FULL = 500 * torch.finfo(torch.float32).eps
 ALLOWED: Mapping[torch.dtype, float] = {
     torch.float64: _FULL,
@@ -107,7 +107,8 @@ def check_first_step(
     """Exit if the first microbatch's loss differs from plain PyTorch's; return `data` unchanged.
 
     Rank 0 computes the loss in plain PyTorch. `terms` counts the targets of each mean in the loss.
-    Of the keys in `own`, each rank of `rows_over` has only its share of the microbatch's `rows`.
+    `own` are the keys of the batch whose `rows` are divided over the ranks of `rows_over`; they are
+    gathered first.
     """
     if mesh.is_dry_run:
         return data

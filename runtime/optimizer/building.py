@@ -62,8 +62,8 @@ def made_optimizer(
 ) -> Optimizer:
     """Call a factory with the argument that it names, restricted to this rank's modules.
 
-    `stepped` are the trainable parameters; a stage without any passes an empty tensor. Exits if the
-    factory fails, or returns an object that no script can step.
+    `stepped` are the trainable parameters, or one empty tensor for a stage that has none. Exits if
+    the factory fails, or returns an object that no script can step.
     """
     name = "build_optimizer() of the model file" if place_of(factory) else "the optimizer"
     with exit_on_error(name, factory):
@@ -95,7 +95,7 @@ class _Together(nn.Module):
         self._parts = tuple(parts)
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        """Yield the modules of all stages; those of other ranks have no parameters."""
+        """Yield the modules of this rank's stages; those of other stages have no parameters."""
         for part in self._parts:
             yield from part.named_modules(*args, **kwargs)
 
@@ -209,9 +209,10 @@ def _use_pieces(
     if type(optimizer).__name__ in NEED_WHOLE_PARAMETERS and (
         shards_states or any(isinstance(parameter, DTensor) for parameter in trainable)
     ):
+        divides = "offloading" if is_offloaded else f"ZeRO-{zero}"
         raise RuntimeError(
-            f"{type(optimizer).__name__} needs whole parameters, ZeRO-{zero} or offloading gives "
-            "it parts: plan with zero 0 and --offload none, or choose an optimizer that works "
+            f"{type(optimizer).__name__} needs whole parameters, and {divides} gives each rank "
+            "parts of them: plan with zero 0 and --offload none, or choose an optimizer that works "
             "element by element (AdamW, SGD)"
         )
     if shards_states:

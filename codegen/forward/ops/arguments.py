@@ -137,7 +137,7 @@ def explained(why: str, printed: SourceForm) -> str:
     return f"{why}; {PARTS}" if why else PARTS
 
 
-PARTS = "parts: (blocks, elements of a block)"
+PARTS = "parts: (blocks to share out, elements of each)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -52,7 +52,7 @@ class Imported:
 
 
 def is_free(name: str) -> bool:
-    """Whether a name has no other meaning in a script: neither its own nor a builtin's."""
+    """Whether a script may define a name: neither the script nor Python's builtins use it."""
     return name not in _SCRIPT_NAMES and not hasattr(builtins, name)
 
 
@@ -143,8 +143,10 @@ class Module:
     trains: bool = True  # as the constructor or build_model leaves it; False: eval mode
     is_importable: bool = True  # False if made at run time, such as torch's parametrized classes
     checks_sizes: bool = False  # its forward raises an error for unexpected sizes
-    keeps_state: bool = False  # it reads an attribute that an earlier call or other code set
-    remembers: bool = False  # it reads attributes that it has set itself, perhaps in another call
+    # its forward may read an attribute before it sets it: an earlier call or another class set it
+    keeps_state: bool = False
+    # a method sets an attribute outside of the constructor, and a method reads it, in any order
+    remembers: bool = False
     branches_in_training: bool = False  # its forward computes something else in evaluation
     reads_sizes: bool = False  # its forward reads sizes of tensors; numbers in it may be such sizes
     # plain and autograd Functions available in its file, and whether each reads sizes of tensors
@@ -224,7 +226,10 @@ def _facts(module: nn.Module, *, others_set: bool) -> Mapping[str, Any]:
 
 
 def _is_importable(kind: type) -> bool:
-    """Whether a class's module has it under its name; True inside a function (refused later)."""
+    """Whether a script can import a class by its name.
+
+    True for a class that is defined inside a function: it is refused later, with its own message.
+    """
     holder: Any = sys.modules.get(kind.__module__)
     for name in kind.__qualname__.split("."):
         if name == "<locals>":

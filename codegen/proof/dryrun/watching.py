@@ -101,7 +101,7 @@ _SIZED = {
 }
 
 
-def sizes_of_numbers() -> AbstractContextManager[Any]:
+def sizes_from_data() -> AbstractContextManager[Any]:
     """Return a context in which tensors whose sizes depend on data get the expected sizes."""
     return patch.dict(fake_impls.op_implementations_dict, _SIZED)
 
@@ -148,7 +148,7 @@ def recording() -> Iterator[DryRunRecording]:
         _watched_host(memory),
         memory.watching_resizes(),
         cuda_kernels(),
-        sizes_of_numbers(),
+        sizes_from_data(),
         FakeTensorMode(allow_non_fake_inputs=True),
         DryRunRecording(memory) as record,
     ):
@@ -157,7 +157,7 @@ def recording() -> Iterator[DryRunRecording]:
 
 @contextmanager
 def _watched_host(memory: LiveMemory) -> Iterator[None]:
-    """Count as host memory what buckets allocate there, and gradients that fully_shard sends."""
+    """Count what buckets allocate in host memory, and gradients that fully_shard moves there."""
     allocated, kept = HostLink.empty, FSDPParam.to_sharded_dtensor
 
     def empty(link: HostLink, elements: int, dtype: torch.dtype) -> Tensor:

@@ -45,8 +45,9 @@ class FusedOp:
     reads: tuple[str, ...]
     writes: tuple[str, ...]
     backward_reads: tuple[str, ...]
-    gradients_read: tuple[str, ...]  # results, once for each kernel that wrote a gradient of them
-    gradients_written: tuple[str, ...]  # operands
+    # the op's results whose gradients are read, each once for each kernel that wrote one
+    gradients_read: tuple[str, ...]
+    gradients_written: tuple[str, ...]  # the operands whose gradients are written
     sums_rows: bool  # a separate kernel sums rows, for the gradients of its weights
     starts_forward: bool  # the launch of a kernel counts with its first op
     starts_backward: bool
@@ -232,7 +233,7 @@ class _Layer:
         return self.graph.tensors[name].origin in (TensorOrigin.OP, TensorOrigin.INPUT)
 
     def is_made_in(self, tensor: str, kernel: int | None) -> bool:
-        """Whether an op of a kernel makes a tensor."""
+        """Whether an op of a kernel makes a tensor; None: an op outside of all fused kernels."""
         maker = self.makers.get(tensor)
         return maker is not None and self.kernel.get(maker.name) == kernel
 
@@ -379,10 +380,11 @@ def _gradients_read(layer: _Layer, op: Op, kernel: int) -> Iterator[str]:
 
 
 def _gradient_written(layer: _Layer, tensor: str, kernel: int) -> str:
-    """Return the tensor whose gradient a kernel writes for `tensor`, which it reads; "" for none.
+    """Return the tensor under whose name a kernel that reads `tensor` writes its gradient.
 
-    If the kernel only adds `tensor` to others, this is the sum, which has the same gradient. If
-    another kernel writes the gradient of the sum, this one writes none.
+    Usually this is `tensor` itself. If the kernel only adds it to others, the sum has the same
+    gradient, so this is the sum, where others read that, too. Returns "" if another kernel writes
+    the gradient of the sum.
     """
     while inside := layer.readers_in(tensor, kernel):
         (reader, *others) = inside

@@ -131,8 +131,8 @@ class TensorMemory:
 
 
 @dataclass(slots=True, kw_only=True)
-class FoundAlike:
-    """What the pricers of one model find alike, whatever their batch and device."""
+class SharedFindings:
+    """Results that all pricers of a model share: they depend on neither batch nor device."""
 
     fusings: dict[Kernels, Fusing] = field(default_factory=dict)
     # what an op keeps if it is not compiled
@@ -143,7 +143,8 @@ class FoundAlike:
 class MadeByKernel:
     """A tensor that a kernel saves for its own backward: a mask, statistics, a log-sum-exp."""
 
-    letters: tuple[str, ...]  # the rule's; ("*",) is the result's shape; or _COMPUTED
+    # its dims, as letters of the rule; ("*",): those of the result; _COMPUTED: a formula's
+    letters: tuple[str, ...]
     item_bytes: int
 
 

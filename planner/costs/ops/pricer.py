@@ -26,8 +26,8 @@ from autopar.planner.costs.kernels.rates import rates_of
 from autopar.planner.costs.ops.case import LocalShapes, OpCase, OpSeconds, OpSplit
 from autopar.planner.costs.ops.fusion import Fusing, Fusion, fused_seconds
 from autopar.planner.costs.ops.kept import (
-    FoundAlike,
     KeptTensors,
+    SharedFindings,
     TensorSizes,
     made_by,
     names_kept,
@@ -81,7 +81,7 @@ class OpPricer:
         layers: Layers | None = None,
         compile_: Compile = Compile.NONE,
         float8: Float8 = Float8.NONE,
-        alike: FoundAlike | None = None,
+        alike: SharedFindings | None = None,
     ) -> None:
         self.graph = graph
         self.axes = axes
@@ -95,7 +95,7 @@ class OpPricer:
         self.kernels = Kernels(fused_dropout=not self.rates.is_cpu)
         self._measured = measured
         self._layers = layers
-        self._alike = alike or FoundAlike()
+        self._alike = alike or SharedFindings()
         self._costs: dict[tuple[str, OpSplit | None], OpCost] = {}
         self._kept: dict[str, KeptTensors] = {}
         self._conversions: dict[tuple[Converted, bool, int, GroupShape], ConversionCost] = {}

@@ -157,13 +157,14 @@ def _needs(
     of one rank, as at the turn of a V, no border is crossed.
     """
     count, stages = len(stage), int(stage.max()) + 1
-    is_forward, is_made = kind == _FORWARD, kind != _WEIGHTS
-    made = np.full((2, stages + 2, int(microbatch.max()) + 1), count)
-    made[is_forward[is_made].astype(int), stage[is_made] + 1, microbatch[is_made]] = np.flatnonzero(
-        is_made
+    is_forward, gives = kind == _FORWARD, kind != _WEIGHTS
+    # [is forward, stage + 1, microbatch]: the action that gives this tensor; `count`: none
+    giver = np.full((2, stages + 2, int(microbatch.max()) + 1), count)
+    giver[is_forward[gives].astype(int), stage[gives] + 1, microbatch[gives]] = np.flatnonzero(
+        gives
     )
     source = np.where(is_forward, stage - 1, stage + 1)
-    needs = np.where(is_made, made[is_forward.astype(int), source + 1, microbatch], count)
+    needs = np.where(gives, giver[is_forward.astype(int), source + 1, microbatch], count)
     is_crossed = (needs < count) & (np.append(rank, -1)[needs] != rank)
     return needs, np.where(is_crossed, np.minimum(source, stage), stages - 1)
 
@@ -203,8 +204,9 @@ def simulate(
         OVERLAPPED   max(own rank free, ready + transfer)
         ON_DEMAND    max(own rank free, ready) + transfer
 
-    Leaves out transfers that share a link, and a sender that waits for its receiver (in 1F1B it
-    waits for a gradient from that receiver at the same time). The schedule must be a valid one.
+    This does not count that transfers may share a link, nor that a sender may wait for its
+    receiver. In 1F1B the latter costs nothing: at that moment the sender waits for a gradient from
+    this receiver anyway. The schedule must be a valid one.
     """
     assert order.stages == len(stages) == len(transfer_seconds) + 1
     seconds = np.array([*stages, (0.0,) * _KINDS]).ravel()[order.works]

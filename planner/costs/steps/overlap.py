@@ -35,8 +35,8 @@ class LayerLoad:
     backward_seconds: float
     parameter_bytes: float
     gradient_bytes: float
-    whole_gradient_bytes: float = 0.0  # of these, the bytes that compression sends whole
-    thin_gradient_bytes: float = 0.0  # of the others, as PowerSGD sends them
+    whole_gradient_bytes: float = 0.0  # the part of them that is sent without compression
+    thin_gradient_bytes: float = 0.0  # what PowerSGD sends in place of the rest
     float8_weights: tuple[tuple[int, int], ...] = ()  # rows and elements; gathered in float8
     statistics: Statistics = NO_STATISTICS  # of batch norms synchronised over data ranks
     count: int = 1
@@ -67,10 +67,10 @@ def summing(
 
     Each rank of `parts` gets a part of the sum, by a reduce-scatter; None if the sum is not
     divided. Then the ranks of `copies` add up equal parts, by an all-reduce. If ranks keep the
-    errors of compression, an all-to-all and an all-gather replace the all-reduce, and the
-    reduce-scatter sends fp32; without copies, an all-to-all replaces it. The thin matrices of
-    PowerSGD are summed by all-reduces, and not divided. Leaves out that torch runs the all-reduce
-    of one layer beside the reduce-scatter of the next.
+    errors of compression, an all-to-all and an all-gather replace this all-reduce. The
+    reduce-scatter then sends fp32; if there are no copies, an all-to-all replaces it. The thin
+    matrices of PowerSGD are summed by all-reduces, and not divided. It is not counted that torch
+    runs the all-reduce of one layer beside the reduce-scatter of the next.
     """
     if compression.is_low_rank:
         first = () if parts is None else (timed(Collective.ALL_REDUCE, parts),)

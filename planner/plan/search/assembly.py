@@ -148,10 +148,20 @@ def _difference(other: Prediction, best: Prediction) -> str:
     ours = {term.name: term.seconds for term in best.terms}
     theirs = {term.name: term.seconds for term in other.terms}
     more = {name: theirs.get(name, 0.0) - ours.get(name, 0.0) for name in ours | theirs}
-    is_faster = other.step_seconds < best.step_seconds
-    name = (min if is_faster else max)(more, key=lambda term: more[term])
+    longer = other.step_seconds - best.step_seconds
+    name = (min if longer < 0 else max)(more, key=lambda term: more[term])
+    parts = []
+    if longer < 0 or more[name] > 0:
+        parts.append(_signed(more[name], name))
+        rest = longer - more[name]
+        parts += [_signed(rest, "elsewhere")] * (abs(rest) > _MINOR * abs(more[name]))
     saved = best.peak_memory.device_bytes - other.peak_memory.device_bytes
-    memory = f", {bytes_text(saved)} less memory" if saved > 0 else ""
-    if is_faster:
-        return f"−{seconds_text(-more[name])} {name}{memory}"
-    return f"+{seconds_text(more[name])} {name}{memory}" if more[name] > 0 else memory[2:]
+    parts += [f"{bytes_text(saved)} less memory"] * (saved > 0)
+    return ", ".join(parts)
+
+
+_MINOR = 0.05  # of the largest difference: a smaller sum of all others is not told
+
+
+def _signed(seconds: float, term: str) -> str:
+    return f"{'+' if seconds > 0 else '-'}{seconds_text(abs(seconds))} {term}"

@@ -11,7 +11,7 @@ from typing import Any
 
 from autopar.planner.cluster.cluster import Device
 from autopar.planner.cluster.shape import GroupShape, RowShare
-from autopar.planner.costs.ops.kept import FoundAlike
+from autopar.planner.costs.ops.kept import SharedFindings
 from autopar.planner.costs.ops.pricer import OpPricer
 from autopar.planner.costs.prediction import Modes
 from autopar.planner.layers import Compile
@@ -182,7 +182,7 @@ class Prices:
 
     recall: Callable[[type[Any], LayoutKey | LeastKey], Any] = _nothing
     pricers: dict[tuple[RowShare, Compile], OpPricer] = field(default_factory=dict)
-    alike: FoundAlike = field(default_factory=FoundAlike)
+    alike: SharedFindings = field(default_factory=SharedFindings)
     ways: dict[str, Ways] = field(default_factory=dict)  # of each op
     by_key: dict[LayoutKey, LayoutPrices] = field(default_factory=dict)
     _least: dict[LeastKey, LeastTimes] = field(default_factory=dict)

@@ -3,8 +3,9 @@
     x    layers of a class in a mode on a stage        t    seconds of a stage's action
     W    working memory of a stage's running layer     G    the gather before the first forward
     R    by how much a stage's gradient reductions     T    the step: the program's objective
-         lengthen the step, or each backward           S    sums over the tensor axis
-    H    a backward's wait for tensors on the host
+         lengthen the step, or each backward           S    what a stage adds after its last action:
+    H    a backward's wait for tensors on the host          sums over the tensor axis, and R if only
+                                                            the last backward reduces
 
     layers_are_used_up     Σ_stages Σ_modes x  =  the layers of each class
     stages_are_not_empty   1  ≤  Σ x  ≤  the most layers of a stage
@@ -14,7 +15,8 @@
                            H  ≥  least wait · (1 − layers that are not on the host)
     memory_is_kept         Σ (state + held · saved) · x + W  ≤  the rank's limit  (cut_bounds.py)
     reductions_outlast     R of a stage  ≥  the share of its reduction that slows its last backward
-                           R of a stage  ≥  its reduction  −  its backward after its last layer
+                           R of a stage  ≥  its reduction  −  the backwards of its layers without
+                                            the last one: it runs first, with nothing to reduce yet
                            S of a stage  =  Σ seconds · x  (+ R, if only the last backward reduces)
     gathers_come_first     G  ≥  the gather of each stage of the rank that starts first
     chains_are_no_longer   Σ count · t  +  Σ S of the rank on which the chain ends  ≤  T − G − O
@@ -173,7 +175,8 @@ class Divisible:
     def with_short_stages(self, *, below_seconds: float) -> float:
         """Return a lower bound of at most `below_seconds`; afterwards, ask this program no more.
 
-        It is the optimum with stages that are as short as in all cuts below that (lengths.py).
+        lengths.py finds the most layers of each stage in any cut below that. The bound is the
+        optimum within these limits.
         """
         bound, below = 0.0, below_seconds / self.unit
         for _ in range(_MOST_ROUNDS):

@@ -1,5 +1,8 @@
 """Keeps the values of real tensors that a constructor reads, as copies or in mapped files.
 
+While a constructor is recorded, it may read real tensors, from a file for example. In the recording
+each of them is a meta tensor, its stand-in. The values are kept by the storage of the stand-in.
+
 Memory that is mapped from a file takes no space until a process writes to it. So a mapped tensor is
 copied only when it is about to be written to; until then, any slice of it can be read.
 """
@@ -35,56 +38,56 @@ class _ReadTensor:
 
     source: weakref.ref[Tensor]
     version: int
-    storage: int  # the number of its placeholder's storage in the recording
+    storage: int  # the number of its stand-in's storage in the recording
 
 
 class Constants:
-    """The values of real tensors, by the storages of their placeholders."""
+    """The values of real tensors, by the storages of their stand-ins."""
 
     def __init__(self) -> None:
-        self._numbers: dict[int, Tensor] = {}
+        self._values: dict[int, Tensor] = {}
         self._mapped: dict[int, Span] = {}  # addresses of tensors that are not copied
         self._files: dict[int, Span] = {}  # addresses of the mapped files that contain them
         self._taken: dict[int, _ReadTensor] = {}
 
     def __contains__(self, storage: int) -> bool:
-        return storage in self._numbers
+        return storage in self._values
 
     def __getitem__(self, storage: int) -> Tensor:
-        return self._numbers[storage]
+        return self._values[storage]
 
     def is_in_file(self, storage: int) -> bool:
         """Whether values are read from a file when they are needed."""
         return storage in self._mapped
 
     def known(self, real: Tensor) -> int | None:
-        """Return the placeholder's storage of a tensor that was read before and has not changed."""
+        """Return the stand-in's storage of a tensor that was read before and has not changed."""
         taken = self._taken.get(id(real))
         if taken is None or taken.source() is not real or taken.version != real._version:
             return None
-        is_mapped, read = taken.storage in self._mapped, self._numbers[taken.storage]
+        is_mapped, read = taken.storage in self._mapped, self._values[taken.storage]
         if is_mapped or torch.equal(bytes_of(read), bytes_of(real)):
             return taken.storage
         return None  # changed through shared memory, such as an array
 
     def take(self, real: Tensor, storage: int, stand_in: Tensor) -> None:
-        """Keep a tensor's values, in the strides of its placeholder `stand_in`."""
+        """Keep a tensor's values, in the strides of its stand-in."""
         self._taken[id(real)] = _ReadTensor(weakref.ref(real), real._version, storage)
         detached = real.detach()
         file = self._file(real) if real.stride() == stand_in.stride() else None
         if file is not None:
-            self._numbers[storage] = detached
+            self._values[storage] = detached
             self._mapped[storage], self._files[storage] = _span(real), file
             return
         copy = torch.empty_strided(stand_in.shape, stand_in.stride(), dtype=real.dtype)
-        self._numbers[storage] = copy.copy_(detached)
+        self._values[storage] = copy.copy_(detached)
 
     def before_writing(self, written: Iterable[Tensor]) -> None:
         """Copy values that are not copied yet and are about to change."""
         spans = [_span(tensor) for tensor in written] if self._mapped else []
         for storage, (start, stop) in list(self._mapped.items()):
             if any(first < stop and start < end for first, end in spans):
-                self._numbers[storage] = self._numbers[storage].clone()
+                self._values[storage] = self._values[storage].clone()
                 del self._mapped[storage], self._files[storage]
 
     def is_mapped(self, tensor: Tensor) -> bool:

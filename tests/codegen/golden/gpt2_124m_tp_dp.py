@@ -28,7 +28,7 @@ Why this plan: its layouts are simpler than the fastest plan's (34.35 ms), and i
 longer; none of the 20 arrangements is faster than 34.35 ms. Compute + optimizer take 82% of the
 step.
 """
-# Written by autopar 0.2.0 (checksum de690ed00865df77, plan 6664b727f25a9194).
+# Written by autopar 0.2.0 (checksum 570f8b0b1c36c624, plan 6664b727f25a9194).
 # Once you edit this file, autopar overwrites it only with --force.
 
 import sys
@@ -132,7 +132,7 @@ class TensorParallelSelfAttention(SelfAttention):
             y = F.scaled_dot_product_attention(
                 q, k, v, dropout_p=self.dropout if self.training else 0.0, is_causal=True
             )
-        # from shards of heads to shards of seq; parts: (blocks, elements of a block)
+        # from shards of heads to shards of seq; parts: (blocks to share out, elements of each)
         y = exchange(y.transpose(1, 2), 2, 1, self.tensor, gather_parts=((12, 1),))
         y = self.c_proj(y.reshape(batch, local_seq, -1))
         with split_randomness(self.tensor):
@@ -160,7 +160,7 @@ class TensorParallelGPT2(GPT2):
 def split_loss(outputs: Tensor, batch: Mapping[str, Tensor], tensor: Axis) -> Tensor:
     """Return the loss of outputs that are split over the tensor axis."""
     logits = outputs.float().flatten(0, 1)
-    # parts: (blocks, elements of a block)
+    # parts: (blocks to share out, elements of each)
     return vocab_parallel_cross_entropy(
         logits, batch["labels"].flatten(), tensor, parts=((50257, 1),)
     )

@@ -23,9 +23,9 @@ Memory of the fullest device: 5.299 GiB of 68.8 GiB (8%)
       109.8 MiB
 
 Why this plan: none of the 12 arrangements is faster. Compute + optimizer take 77% of the step.
-The next best, dp 8, no sharding, takes 15.86 ms (+1.7%): +410.6 us optimizer.
+The next best, dp 8, no sharding, takes 15.86 ms (+1.7%): +410.6 us optimizer, -138.7 us elsewhere.
 """
-# Written by autopar 0.2.0 (checksum e8e0de2c098a46e5, plan 3a4651619ae3d620).
+# Written by autopar 0.2.0 (checksum 908630d7390f784b, plan 3a4651619ae3d620).
 # Once you edit this file, autopar overwrites it only with --force.
 
 import sys
@@ -157,7 +157,7 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
         rows=(MICROBATCHES, MICROBATCH),
         dataset=dataset,
         skip=keeper.rows,
-        may_repeat=False,  # rows meet in a microbatch, so none may stand there twice
+        may_repeat=False,  # a microbatch's rows are mixed, so no row may be in it twice
         targets=valid_targets,
         channels_last=IMAGES,
     )

@@ -134,7 +134,9 @@ def refuse(zero: int) -> str:
 
 @pytest.mark.parametrize("zero", [1, 2])
 def test_an_optimizer_of_whole_matrices_is_refused_parts_of_them(zero: int) -> None:
-    assert run_on_ranks(refuse, 2, zero)[0].startswith(f"Muon needs whole parameters, ZeRO-{zero}")
+    assert run_on_ranks(refuse, 2, zero)[0].startswith(
+        f"Muon needs whole parameters, and ZeRO-{zero}"
+    )
 
 
 def test_one_process_without_sharding_gets_the_users_optimizer_as_it_is() -> None:
