@@ -181,9 +181,12 @@ FILE_NAME = "plan.json"
 _PLAN_AGAIN = "plan again with `autopar plan`"
 MOST_CHARACTERS = 100_000  # of one string
 # `order` matters only in the search: a plan's cluster has its nodes in the chosen order.
+_NO_ORDER: dict[str, Any] = {"arrangement": {"order"}}
 _OF_THE_SEARCH: dict[str, Any] = {
-    "arrangement": {"order"},
-    "runners_up": {"__all__": {"arrangement": {"order"}}},
+    **_NO_ORDER,
+    "fastest": _NO_ORDER,
+    "runners_up": {"__all__": _NO_ORDER},
+    "curve": {"__all__": _NO_ORDER},
 }
 
 

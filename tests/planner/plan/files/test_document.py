@@ -33,7 +33,7 @@ from autopar.planner.plan.files.document import (
     write_plan,
 )
 from autopar.planner.plan.files.graph import graph_document, graph_of, value_document, value_of
-from autopar.planner.plan.plan import with_graph
+from autopar.planner.plan.plan import PlannedCount, with_graph
 from tests.clock import least_seconds
 from tests.planner.plan.plans import parts_of, prediction, small_plan, split_plan, without_graph
 from tests.planner.subjects import ZOO_MODELS, zoo_graph
@@ -126,6 +126,15 @@ def test_a_plan_without_the_newest_fields_is_read() -> None:
     del document["arrangement"]["rows"], document["machines"]["limits"]
     assert "order" not in document["arrangement"]
     assert parse_plan(json.dumps(document), where="plan.json") == without_graph(plan)
+
+
+def test_the_order_of_nodes_in_the_search_is_in_no_arrangement_of_the_file() -> None:
+    plan = small_plan("gpt2.py")
+    ordered = replace(plan.arrangement, order=1)
+    other = replace(plan.runners_up[0], arrangement=ordered)
+    count = PlannedCount(arrangement=ordered, step_seconds=1.0, device_bytes=1, usd_per_hour=None)
+    changed = replace(plan, arrangement=ordered, fastest=other, runners_up=(other,), curve=(count,))
+    assert '"order":' not in plan_text(changed)
 
 
 @pytest.mark.parametrize("field", ["format", "autopar", "arrangement", "prediction"])
