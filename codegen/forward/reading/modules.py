@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from types import FunctionType, MappingProxyType
+from types import FunctionType, MappingProxyType, NoneType
 from typing import Any
 
 from torch import Tensor, autograd, nn
@@ -307,14 +307,17 @@ def _plain_union(text: str) -> str:
 
 
 def _default(value: Any) -> str | None:
+    """Return a default as text; one of a subclass, such as an IntEnum, as its plain value."""
     if value is inspect.Parameter.empty:
         return None
     if isinstance(value, str):
-        is_quoted_simply = "'" not in value and '"' not in value
-        return ascii(value).replace("'", '"') if is_quoted_simply else ascii(value)
-    if isinstance(value, float) and not math.isfinite(value):
-        return f'float("{value}")'
-    return repr(value) if isinstance(value, (bool, int, float, type(None))) else "..."
+        text = ascii(str.__str__(value))  # a StrEnum's own __str__ may give its name
+        return text if "'" in text[1:-1] or '"' in text else text.replace("'", '"')
+    if isinstance(value, float):
+        return float.__repr__(value) if math.isfinite(value) else f'float("{float(value)}")'
+    if isinstance(value, int) and not isinstance(value, bool):
+        return int.__repr__(value)
+    return repr(value) if isinstance(value, (bool, NoneType)) else "..."
 
 
 def _container(module: nn.Module) -> Container:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from enum import IntEnum, StrEnum
 from typing import Any
 
+import numpy as np
 from torch import Tensor, autograd, nn
 
 from autopar.codegen.forward.reading.modules import modules_of
@@ -47,6 +49,26 @@ class Defaulted(nn.Module):
 
     def forward(self, x: Tensor, quoted: str = "it's", top: float = float("inf")) -> Tensor:
         return x if quoted else x.clamp(max=top)
+
+
+class Mode(IntEnum):
+    CAUSAL = 1
+
+
+class Kind(StrEnum):
+    PLAIN = "plain"
+
+
+TOP = np.sqrt(4.0)
+
+
+class OddlyDefaulted(nn.Module):
+    """Has defaults of subclasses of numbers and strings."""
+
+    def forward(
+        self, x: Tensor, mode: int = Mode.CAUSAL, kind: str = Kind.PLAIN, top: Any = TOP
+    ) -> Tensor:
+        return x.clamp(max=top) if kind == Kind.PLAIN else x * mode
 
 
 def halved(x: Tensor) -> Tensor:
@@ -96,3 +118,8 @@ def test_printed_defaults_have_the_values_of_the_authors() -> None:
     assert quoted.default is not None
     assert top.default is not None
     assert (eval(quoted.default), eval(top.default)) == ("it's", float("inf"))
+
+
+def test_defaults_of_subclasses_are_printed_as_their_plain_values() -> None:
+    _, *arguments = modules_of(OddlyDefaulted())[""].arguments
+    assert [one.default for one in arguments] == ["1", '"plain"', "2.0"]
