@@ -172,7 +172,7 @@ def modules_of(model: nn.Module) -> Modules:
     facts: dict[Hashable, Mapping[str, Any]] = {}
     found: dict[str, Module] = {}
     firsts: dict[int, str] = {}
-    kinds = {type(module) for module in model.modules()}
+    kinds = tuple(dict.fromkeys(map(type, model.modules())))  # in an order that runs share
     homes, sources = imported_classes(kinds), {kind: _source(kind) for kind in kinds}
     read = {kind: numbers_read(source) for kind, source in sources.items()}
     remembering = {kind: remembers(source) for kind, source in sources.items()}

@@ -123,3 +123,11 @@ def test_printed_defaults_have_the_values_of_the_authors() -> None:
 def test_defaults_of_subclasses_are_printed_as_their_plain_values() -> None:
     _, *arguments = modules_of(OddlyDefaulted())[""].arguments
     assert [one.default for one in arguments] == ["1", '"plain"', "2.0"]
+
+
+def test_classes_come_in_the_order_of_their_modules() -> None:
+    """In a set they are ordered by address, so names of classes change from run to run."""
+    made = [type("Block", (nn.Module,), {"__module__": f"a{n}.model"}) for n in range(20)]
+    found = modules_of(nn.Sequential(*(kind() for kind in made)))
+    names = [found[str(number)].home.name for number in range(20)]
+    assert names == ["ModelBlock" + "_" * number for number in range(20)]
