@@ -65,9 +65,21 @@ def _dropout(
     return torch.native_dropout(input, p, train=True)[0] if training and p else input
 
 
-def _attention_with_dropout(*args: Any, dropout_p: float = 0.0, **options: Any) -> Tensor:
+def _torch_dropout(input: Tensor, p: float, train: bool) -> Tensor:  # noqa: A002
+    return _dropout(input, p, train)
+
+
+def _attention_with_dropout(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **options: Any,
+) -> Tensor:
     del dropout_p  # fused: only a generator state is saved
-    out: Tensor = _attention(*args[:4], *args[5:], **options)
+    out: Tensor = _attention(query, key, value, attn_mask, is_causal=is_causal, **options)
     return out
 
 
@@ -79,7 +91,7 @@ REPLACED = (
     (functional, "rms_norm", _rms_norm),
     (torch, "rms_norm", _rms_norm),
     (functional, "dropout", _dropout),
-    (torch, "dropout", _dropout),
+    (torch, "dropout", _torch_dropout),
     (functional, "scaled_dot_product_attention", _attention_with_dropout),
     (torch, "batch_norm_update_stats", _channel_statistics),
 )
