@@ -119,9 +119,10 @@ def inspect(
     if graph_file is not None:
         check_destination(graph_file)
     model_file = load_model_file(model, arg or ())
+    shows_ops = ops or graph_file is not None
     with status_line("tracing the model"):
-        graph = trace(model_file)
-    if ops or graph_file is not None:
+        graph = trace(model_file, precision=precision if shows_ops else Precision.FP32)
+    if shows_ops:
         rows, on = graph.fixed_batch or batch, device_for(device)[0]
         annotated = annotated_ops(graph, batch=rows, precision=precision, device=on)
         if graph_file is not None:

@@ -72,13 +72,33 @@ def test_each_op_is_told_with_what_it_computes_moves_keeps_and_takes(
     assert "mse_loss" in page
 
 
+OF_ITS_TYPE = """
+class Net(nn.Linear):
+    def forward(self, input):
+        out = super().forward(input)
+        return out.sin() if out.dtype == torch.bfloat16 else out
+
+
+def build_model():
+    return Net(8, 8)
+"""
+
+
+def test_the_ops_are_those_of_the_precision(autopar: Autopar, tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(MODEL + OF_ITS_TYPE, encoding="utf-8")
+    command = ("inspect", str(tmp_path / "model.py"), "--ops", "--json", "--precision")
+    ops = {kind: json.loads(autopar(*command, kind).out) for kind in ("bf16", "fp32")}
+    assert "aten.sin.default" in [one["target"] for one in ops["bf16"]]
+    assert "aten.sin.default" not in [one["target"] for one in ops["fp32"]]
+
+
 @pytest.mark.parametrize("kind", ["graphml", "dot"])
 def test_the_annotated_graph_is_a_file_that_others_read(
     autopar: Autopar, tmp_path: Path, kind: str
 ) -> None:
     (tmp_path / "model.py").write_text(MODEL, encoding="utf-8")
     path = tmp_path / f"model.{kind}"
-    command = ("inspect", str(tmp_path / "model.py"), "--graph", str(path))
+    command = ("inspect", str(tmp_path / "model.py"), "--graph", str(path), "--precision", "fp32")
     assert autopar(*command).code == 0
     if kind == "graphml":
         graph = nx.read_graphml(path)
@@ -87,7 +107,7 @@ def test_the_annotated_graph_is_a_file_that_others_read(
         held = {
             name: one["held_bytes"] for name, one in graph.nodes(data=True) if one["kind"] != "op"
         }
-        assert held["0.weight"] == 2 * 8 * 16  # in bf16
+        assert held["0.weight"] == 4 * 8 * 16
         assert all(held.values())
         works = ("forward_flops", "moved_bytes", "kept_bytes", "forward_seconds")
         ops = [one for _, one in graph.nodes(data=True) if one["kind"] == "op"]
