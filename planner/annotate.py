@@ -82,12 +82,14 @@ def annotated_ops(
 
 def annotated_graph(
     graph: Graph, ops: tuple[AnnotatedOp, ...], *, batch: int, precision: Precision
-) -> nx.DiGraph:
+) -> nx.MultiDiGraph:
     """Return a graph whose nodes are ops, and tensors that no op makes; its edges are tensors.
+
+    An op that reads two results of another has two edges from it.
 
     The node of a tensor that no op makes (a parameter, an input) has its size in bytes.
     """
-    found = nx.DiGraph()
+    found = nx.MultiDiGraph()
     known = {one.name: one for one in ops}
     makers = graph.index.made_by
     for name, tensor in graph.tensors.items():
@@ -102,10 +104,11 @@ def annotated_graph(
             )
     for op in graph.ops:
         found.add_node(op.name, kind="op", **asdict(known[op.name]))
-        for name in op.inputs:
-            tensor, maker = graph.tensors[name], makers[name].name if name in makers else name
-            shape = _shape_text(tensor, batch)
-            found.add_edge(maker, op.name, tensor=name, shape=shape, dtype=tensor.dtype)
+    read = ((op.name, name) for op in graph.ops for name in dict.fromkeys(op.inputs))
+    for number, (reader, name) in enumerate(read):  # GraphML needs an id for each edge
+        tensor, maker = graph.tensors[name], makers[name].name if name in makers else name
+        shape = _shape_text(tensor, batch)
+        found.add_edge(maker, reader, key=number, tensor=name, shape=shape, dtype=tensor.dtype)
     return found
 
 

@@ -72,23 +72,29 @@ def check_destination(path: Path) -> None:
     refuse_others(path, beginning=beginning)
 
 
-def write_graph(graph: nx.DiGraph, path: Path) -> None:
+def write_graph(graph: nx.MultiDiGraph, path: Path) -> None:
     """Write a graph in the format of the path's ending."""
     lines = nx.generate_graphml(graph) if path.suffix == ".graphml" else _dot(graph)
     write_whole(path, "\n".join([_BEGINNINGS[path.suffix], *lines, ""]), what="the graph")
 
 
-def _dot(graph: nx.DiGraph) -> Iterator[str]:
+def _dot(graph: nx.MultiDiGraph) -> Iterator[str]:
     yield "digraph {"
     for name, attributes in graph.nodes(data=True):
-        yield f"  {json.dumps(name)} [{_listed(attributes)}];"
+        yield f"  {_quoted(name)} [{_listed(attributes)}];"
     for maker, reader, attributes in graph.edges(data=True):
-        yield f"  {json.dumps(maker)} -> {json.dumps(reader)} [{_listed(attributes)}];"
+        yield f"  {_quoted(maker)} -> {_quoted(reader)} [{_listed(attributes)}];"
     yield "}"
 
 
 def _listed(attributes: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key}={json.dumps(str(value))}" for key, value in attributes.items())
+    # Graphviz draws nodes in the form that their attribute `shape` names.
+    names = {key: "dims" if key == "shape" else key for key in attributes}
+    return ", ".join(f"{names[key]}={_quoted(value)}" for key, value in attributes.items())
+
+
+def _quoted(value: object) -> str:
+    return json.dumps(str(value), ensure_ascii=False)
 
 
 def inspect(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import networkx as nx
@@ -92,6 +93,35 @@ def test_the_ops_are_those_of_the_precision(autopar: Autopar, tmp_path: Path) ->
     assert "aten.sin.default" not in [one["target"] for one in ops["fp32"]]
 
 
+GATED = """
+class Gated(nn.Linear):
+    def forward(self, input):
+        one, other = super().forward(input).chunk(2, -1)
+        return one * other
+
+
+def build_model():
+    return Gated(8, 16)
+"""
+
+
+@pytest.mark.parametrize("kind", ["graphml", "dot"])
+def test_an_op_that_reads_two_results_of_another_has_two_edges(
+    autopar: Autopar, tmp_path: Path, kind: str
+) -> None:
+    (tmp_path / "model.py").write_text(MODEL + GATED, encoding="utf-8")
+    path = tmp_path / f"model.{kind}"
+    assert autopar("inspect", str(tmp_path / "model.py"), "--graph", str(path)).code == 0
+    text = path.read_text(encoding="utf-8")
+    if kind == "dot":
+        assert len(re.findall(r'"chunk" -> "mul" \[tensor="chunk', text)) == 2
+    else:
+        graph = nx.read_graphml(path)
+        assert graph.number_of_edges("chunk", "mul") == 2
+        ids = re.findall(r'<edge [^>]*id="(\w+)"', text)
+        assert len(ids) == len(set(ids)) == graph.number_of_edges()
+
+
 @pytest.mark.parametrize("kind", ["graphml", "dot"])
 def test_the_annotated_graph_is_a_file_that_others_read(
     autopar: Autopar, tmp_path: Path, kind: str
@@ -113,7 +143,10 @@ def test_the_annotated_graph_is_a_file_that_others_read(
         ops = [one for _, one in graph.nodes(data=True) if one["kind"] == "op"]
         assert all(name in one for one in ops for name in works)
     else:
-        assert path.read_text().count(" -> ") == path.read_text().count("tensor=") == 8
+        text = path.read_text(encoding="utf-8")
+        assert text.count(" -> ") == text.count("tensor=") == 8
+        assert 'dims="16 × 8"' in text
+        assert " shape=" not in text  # Graphviz would draw nodes of that form
     assert autopar(*command).code == 0  # its own file may be written anew
     path.write_text("mine", encoding="utf-8")
     assert autopar(*command).code == 2
