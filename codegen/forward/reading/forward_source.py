@@ -66,13 +66,17 @@ def left_on_others(sources: Iterable[str], called: Set[str]) -> frozenset[str]:
     """Return the attributes that classes, outside of constructors, set on other objects.
 
     Only methods that a step may run count: those that a forward names, directly or through other
-    methods, and those in `called`. A step never runs `set_input_embeddings`.
+    methods, those that a constructor keeps, as hooks, and those in `called`. Others do not count.
+    `set_input_embeddings` of transformers, for example, sets another module's attribute, but no
+    step runs it.
     """
     methods: dict[str, list[ast.FunctionDef]] = defaultdict(list)
     for source in sources:
         for method in _methods(source):
             methods[method.name].append(method)
-    waiting = [name for name in methods if name in called or name.startswith(("forward", "__"))]
+    later = called | _kept_by_constructors(methods)
+    methods.pop(_CONSTRUCTOR, None)
+    waiting = [name for name in methods if name in later or name.startswith(("forward", "__"))]
     reached, found = set(waiting), set[str]()
     while waiting:
         name = waiting.pop()
@@ -80,9 +84,30 @@ def left_on_others(sources: Iterable[str], called: Set[str]) -> frozenset[str]:
             if isinstance(node, ast.Attribute) and node.attr in methods.keys() - reached:
                 reached.add(node.attr)
                 waiting.append(node.attr)
-            if isinstance(node, ast.Attribute) and _is_set_on_other(node) and name != _CONSTRUCTOR:
+            if isinstance(node, ast.Attribute) and _is_set_on_other(node):
                 found.add(node.attr)
     return frozenset(found)
+
+
+def _kept_by_constructors(methods: Mapping[str, Sequence[ast.FunctionDef]]) -> set[str]:
+    """Return the attributes that constructors name without calling them at once, such as hooks.
+
+    The methods that a constructor calls at once are read as it is.
+    """
+    names, kept = [_CONSTRUCTOR], set[str]()
+    for name in names:  # grows
+        for method in methods[name]:
+            nodes = list(ast.walk(method))
+            inner = [node for node in nodes if isinstance(node, (ast.Lambda, ast.FunctionDef))]
+            later = {
+                node for function in inner if function is not method for node in ast.walk(function)
+            }
+            called = {node.func for node in nodes if isinstance(node, ast.Call)} - later
+            attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
+            kept |= {node.attr for node in attributes if node not in called}
+            found = {node.attr for node in attributes if node in called}
+            names += (found & methods.keys()).difference(names)
+    return kept
 
 
 def _is_set_on_other(node: ast.Attribute) -> bool:

@@ -51,6 +51,36 @@ class Defaulted(nn.Module):
         return x if quoted else x.clamp(max=top)
 
 
+class Tying(nn.Module):
+    """Its constructor calls one method that sets another module's attribute; a step runs none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told = Told()
+        self._tell()
+
+    def _tell(self) -> None:
+        self.told.rows = 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.told(x)
+        return out
+
+
+class Hooked(Tying):
+    """A hook runs such a method in each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._listen()
+
+    def _listen(self) -> None:
+        self.register_forward_pre_hook(lambda *_: self._count())
+
+    def _count(self) -> None:
+        self.told.rows += 1
+
+
 class Mode(IntEnum):
     CAUSAL = 1
 
@@ -94,6 +124,11 @@ def test_what_a_caller_leaves_on_a_module_that_reads_it_is_state() -> None:
     found = modules_of(Telling())
     assert [found[path].keeps_state for path in ("", "told", "other")] == [False, True, False]
     assert not modules_of(nn.Sequential(Told()))["0"].keeps_state  # which nobody tells anything
+
+
+def test_methods_that_only_a_constructor_calls_leave_no_state() -> None:
+    assert not modules_of(Tying())["told"].keeps_state
+    assert modules_of(Hooked())["told"].keeps_state
 
 
 def test_a_class_that_was_made_at_run_time_is_known() -> None:
