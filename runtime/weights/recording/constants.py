@@ -24,7 +24,7 @@ from unittest.mock import patch
 from zipfile import is_zipfile
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import _disable_current_modes
 
 Span: TypeAlias = tuple[int, int]  # of addresses
@@ -49,6 +49,7 @@ class Constants:
         self._mapped: dict[int, Span] = {}  # addresses of tensors that are not copied
         self._files: dict[int, Span] = {}  # addresses of the mapped files that contain them
         self._taken: dict[int, _ReadTensor] = {}
+        self._maps: list[tuple[weakref.ref[UntypedStorage], Span]] = []  # made by torch
 
     def __contains__(self, storage: int) -> bool:
         return storage in self._values
@@ -90,8 +91,16 @@ class Constants:
                 self._values[storage] = self._values[storage].clone()
                 del self._mapped[storage], self._files[storage]
 
+    def note_map(self, storage: UntypedStorage) -> None:
+        """Remember that torch has mapped a file, so that only recorded ops write to its memory."""
+        start = storage.data_ptr()
+        self._maps.append((weakref.ref(storage), (start, start + storage.nbytes())))
+
     def is_mapped(self, tensor: Tensor) -> bool:
-        """Whether a tensor lies in a file that is mapped privately or read-only."""
+        """Whether a tensor lies in a file that is mapped read-only, or privately by torch.
+
+        Arrays may write to other maps, unseen, so their tensors are copied at once.
+        """
         return self._file(tensor) is not None
 
     def _file(self, tensor: Tensor) -> Span | None:
@@ -101,7 +110,11 @@ class Constants:
         if stop - start < LEAST_MAPPED_BYTES:
             return None
         known = (one for one in self._files.values() if one[0] <= start and stop <= one[1])
-        return next(known, None) or _file_around(start, stop)
+        is_torchs = any(
+            storage() is not None and first <= start and stop <= end
+            for storage, (first, end) in self._maps
+        )
+        return next(known, None) or _file_around(start, stop, may_be_writable=is_torchs)
 
 
 def stand_in_of(real: Tensor) -> Tensor:
@@ -114,7 +127,7 @@ def stand_in_of(real: Tensor) -> Tensor:
     return torch.empty_strided(size, strides, dtype=real.dtype, device="meta")
 
 
-def _file_around(start: int, stop: int) -> Span | None:
+def _file_around(start: int, stop: int, *, may_be_writable: bool) -> Span | None:
     """Return the mapped part of a file around some addresses; see proc_pid_maps(5)."""
     if sys.platform != "linux":
         return None
@@ -122,8 +135,8 @@ def _file_around(start: int, stop: int) -> Span | None:
         span, access, _, _, inode, *path = line.split(maxsplit=5)
         first, end = (int(address, 16) for address in span.split("-"))
         if first <= start < end:
-            is_of_others = "w" in access and "s" in access  # other processes may write to it, too
-            is_file = inode != "0" and bool(path) and not is_of_others
+            is_written = "w" in access and ("s" in access or not may_be_writable)
+            is_file = inode != "0" and bool(path) and not is_written
             return (first, end) if is_file and stop <= end else None
     return None
 
@@ -143,9 +156,13 @@ def bytes_of(tensor: Tensor) -> Tensor:
 
 
 @contextmanager
-def loading_maps() -> Iterator[None]:
-    """Let torch.load inside use mmap, and create its tensors outside of the recording."""
+def loading_maps(constants: Constants) -> Iterator[None]:
+    """Let torch.load inside use mmap, and create its tensors outside of the recording.
+
+    Files that torch maps inside are noted; safetensors, too, maps files by torch.
+    """
     original = torch.load
+    from_file: Any = UntypedStorage.from_file
 
     @wraps(original)
     def load(f: Any, *args: Any, **kwargs: Any) -> Any:
@@ -155,7 +172,15 @@ def loading_maps() -> Iterator[None]:
         with _disable_current_modes():
             return original(f, *args, **kwargs)
 
-    with patch.object(torch, "load", load):
+    def map_file(*args: Any, **kwargs: Any) -> Any:
+        storage = from_file(*args, **kwargs)
+        constants.note_map(storage)
+        return storage
+
+    with (
+        patch.object(torch, "load", load),
+        patch.object(UntypedStorage, "from_file", staticmethod(map_file)),
+    ):
         yield
 
 

@@ -275,7 +275,7 @@ def recorded(recording: ConstructorRecording) -> Iterator[None]:
         rejecting_by(one_draw),
         _settled_states(recording),
         _refused_storages(recording),
-        loading_maps(),
+        loading_maps(recording.history.constants),
         in_all_threads(modes),
     ):
         yield

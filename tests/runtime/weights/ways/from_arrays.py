@@ -93,6 +93,18 @@ def _mapped_from_the_disk(folder: Path) -> nn.Module:
     return model
 
 
+def _mapped_array_changed_later(folder: Path) -> nn.Module:
+    model = nn.Linear(MAPPED, MAPPED)
+    array: Any = np.memmap(folder / "large.bin", np.float32, "c", shape=(MAPPED, MAPPED))
+    values = torch.from_numpy(array)
+    with torch.no_grad():
+        model.weight.copy_(values)
+        array *= 2
+        model.bias.copy_(values[0])
+    array *= 2
+    return model
+
+
 CERTAIN = {
     "from_numpy": _from_numpy,
     "one array for all rows": _buffer_used_again,
@@ -102,4 +114,5 @@ CERTAIN = {
     "written into what was there": _written_to_real,
     "an array from the disk": _read_from_the_disk,
     "an array mapped from the disk": _mapped_from_the_disk,
+    "a mapped array that changes later": _mapped_array_changed_later,
 }
