@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PRODUCT = ("autopar", "planner", "codegen", "runtime")
-MOST_FILES = 342
+MOST_FILES = 341
 MOST_LINES = 400  # of a file
 MOST_IMPORTS = 0.106  # of the lines of code: neither empty, nor comments, nor docstrings
 
