@@ -1,4 +1,4 @@
-"""Every link of a page leads to a file that is there, and to a heading that it has."""
+"""Links of pages lead to files and headings that are there, and so do names of our own files."""
 
 from __future__ import annotations
 
@@ -36,3 +36,19 @@ def dead_links(page: Path) -> Iterator[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_no_link_is_dead(page: Path) -> None:
     assert list(dead_links(page)) == []
+
+
+DESIGN = [ROOT / "ARCHITECTURE.md", *(ROOT / "docs" / "decisions").glob("*.md")]
+FOLDERS = ("autopar", "planner", "codegen", "runtime", "models_zoo", "benchmarks", "tests")
+_FILE = re.compile(r"`((?:[a-z_0-9]+/)+[a-z_0-9]+\.(?:py|toml)|[a-z_0-9]+\.py)`")
+
+
+@pytest.mark.parametrize("page", DESIGN, ids=lambda page: page.name)
+def test_files_that_the_design_names_exist(page: Path) -> None:
+    ours = [f"/{one.relative_to(ROOT)}" for folder in FOLDERS for one in _sources(ROOT / folder)]
+    named = _FILE.findall(page.read_text(encoding="utf-8"))
+    assert [name for name in named if not any(one.endswith(f"/{name}") for one in ours)] == []
+
+
+def _sources(folder: Path) -> Iterator[Path]:
+    return (one for end in ("py", "toml") for one in folder.rglob(f"*.{end}"))
