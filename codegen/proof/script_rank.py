@@ -7,7 +7,6 @@ job's folder. A rank whose script hangs longer than the job's patience prints wh
 from __future__ import annotations
 
 import faulthandler
-import importlib.util
 import math
 import os
 import pickle
@@ -256,13 +255,15 @@ def _exactly(function: Callable[..., Tensor], dtype: torch.dtype) -> Callable[..
 
 
 def imported(path: Path) -> ModuleType:
-    """Import a script by path, with evaluation and export turned off."""
-    spec = importlib.util.spec_from_file_location(NAME, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    """Import a script by path, with evaluation and export turned off.
+
+    Python takes compiled code of a file for current if size and second of the file are the same; a
+    script may be written twice in a second.
+    """
+    module = ModuleType(NAME)
+    module.__file__ = str(path)
     sys.modules[NAME] = module
-    spec.loader.exec_module(module)
+    exec(compile(path.read_bytes(), path, "exec"), module.__dict__)
     module.CHECK_FIRST_STEP = False  # type: ignore[attr-defined]
     module.EXPORT = "none"  # type: ignore[attr-defined]
     module.EVAL_EVERY = 0  # type: ignore[attr-defined]

@@ -240,7 +240,7 @@ def waits_for_last(arrangement: Arrangement) -> Source:
     if not waits or arrangement.zero.divides_parameters:
         return Source()
     if arrangement.zero.keeps_gathered:
-        return Source("gathered parameters are kept until the last microbatch's backward")
+        return Source("the last one frees the gathered parameters")
     return Source("gradients are averaged in the last microbatch")
 
 

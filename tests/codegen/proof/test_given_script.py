@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import time
 from pathlib import Path
 
 import pytest
 
+from autopar.codegen.proof.script_rank import imported
 from autopar.codegen.proof.verification import carried_over, edits_of, read_script
 from autopar.planner.errors import InputError
 from autopar.planner.plan.telling.words import AdamWDefaults
@@ -74,3 +77,11 @@ def test_changes_are_carried_over_to_the_script_of_a_smaller_model(tmp_path: Pat
     with pytest.raises(InputError, match="no counterpart") as refusal:
         carried_over(read_script(path, EMITTED), EMITTED, SMALLER)
     assert "line 5" in refusal.value.where
+
+
+def test_a_script_that_is_written_again_at_once_is_read_again(tmp_path: Path) -> None:
+    path, now = tmp_path / "train.py", time.time()
+    for steps in (3, 4):
+        path.write_text(f"STEPS = {steps}\n", encoding="utf-8")
+        os.utime(path, (now, now))
+        assert steps == imported(path).STEPS
