@@ -1,5 +1,7 @@
 """Models of transformers that begin from a folder."""
 
+import os
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -46,7 +48,10 @@ def saved(folder: Path, name: str) -> Path:
             torch.manual_seed(7)
             model = kind(config)
         size = "20KB" if name == "sharded" else "5GB"
-        model.to(config.dtype or torch.float32).save_pretrained(place, max_shard_size=size)
+        own = folder / f".{name}-{os.getpid()}"  # several ranks may save it at once
+        model.to(config.dtype or torch.float32).save_pretrained(own, max_shard_size=size)
+        with suppress(OSError):  # another rank was first
+            own.rename(place)
     return place
 
 
