@@ -82,7 +82,7 @@ def test_equal_layers_hardly_take_longer_than_divisible_ones(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seeds", cells((range(5), range(5, 120)), (range(5),)), ids=len)
+@pytest.mark.parametrize("seeds", cells((range(10), range(10, 120)), (range(10),)), ids=len)
 @pytest.mark.parametrize("kind", cells(KINDS, USUAL))
 def test_no_cut_is_below_that_of_divisible_or_whole_layers(
     kind: ScheduleKind, seeds: range
