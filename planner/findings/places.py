@@ -41,10 +41,8 @@ def row_places(graph: Graph) -> RowPlaces:
 
 _KEEPING = (OpKind.EXPAND, OpKind.REPEAT, OpKind.PART, OpKind.PARTS)
 _ALIKE = (OpKind.NEW, OpKind.FILL, OpKind.LIKE, OpKind.EXPAND, OpKind.REPEAT)
-_SORTS = (OpKind.SORT, OpKind.ARGSORT, OpKind.ALONG, OpKind.VALUES)
+_FINDING = (OpKind.SORT, OpKind.ARGSORT, OpKind.ALONG, OpKind.VALUES, OpKind.PLACES)
 _EQUAL_NUMBERS = ("zeros", "ones", "empty", "full", "scalar_tensor")
-_FINDING = ("nonzero", "argwhere", "where.default")
-_COMPARING = ("eq", "ne", "lt", "le", "gt", "ge")
 
 
 class _StrideReader:
@@ -59,7 +57,7 @@ class _StrideReader:
     def read(self, op: Op) -> None:
         """Record the strides of an op's results."""
         indices = tuple(_indices(op))
-        finds = is_random(op) or kind_of(op) in _SORTS or _name(op).startswith(_FINDING)
+        finds = is_random(op) or kind_of(op) in _FINDING
         if indices:
             self._index(op, indices)
         elif finds or any(one in self.found for one in op.inputs):
@@ -107,8 +105,7 @@ class _StrideReader:
         if kind is OpKind.QUOTIENT and number and given[0] % number == 0:
             return 0 if "remainder" in op.target else given[0] // number
         if len(set(given)) == 1 and len(given) > 1:
-            is_comparing = _name(op).partition(".")[0] in _COMPARING
-            return 0 if is_comparing else given[0] if kind is OpKind.JOIN else None
+            return 0 if kind is OpKind.COMPARISON else given[0] if kind is OpKind.JOIN else None
         return None
 
     def _index(self, op: Op, indices: tuple[tuple[int, str], ...]) -> None:

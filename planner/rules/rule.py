@@ -98,6 +98,7 @@ class OpKind(StrEnum):
     DIVISION = "division"
     POWER = "power"
     QUOTIENT = "quotient"  # of integers, or the remainder
+    COMPARISON = "comparison"  # of numbers
     CLAMP = "clamp"  # to a minimum
     RECURRENT = "recurrent"
     GROUPED = "grouped"  # products of groups of rows with one matrix each
@@ -106,6 +107,7 @@ class OpKind(StrEnum):
     ARGSORT = "argsort"
     COUNT = "count"  # how often numbers occur
     VALUES = "values"  # distinct values
+    PLACES = "places"  # of the elements that are not zero
     VIEW = "view"
     COPY = "copy"
     CAST = "cast"  # to another dtype or device, if needed

@@ -252,9 +252,9 @@ _RULES = (
     *_elementwise("masked_fill.Tensor", saves="mask"),
     *_elementwise("maximum minimum min.other max.other", saves="self, other", linear=_NO),
     *_elementwise("eq.Tensor eq.Scalar ne.Tensor ne.Scalar lt.Tensor lt.Scalar le.Tensor le.Scalar "
-                  "gt.Tensor gt.Scalar ge.Tensor ge.Scalar logical_not logical_and logical_or "
-                  "logical_xor bitwise_not isnan isinf floor ceil round sign fill_.Scalar "
-                  "rand_like randn_like bernoulli bernoulli_.float"),
+                  "gt.Tensor gt.Scalar ge.Tensor ge.Scalar", kind=OpKind.COMPARISON),
+    *_elementwise("logical_not logical_and logical_or logical_xor bitwise_not isnan isinf floor "
+                  "ceil round sign fill_.Scalar rand_like randn_like bernoulli bernoulli_.float"),
     *_elementwise("detach", kind=OpKind.VIEW),
     *_elementwise("copy_", kind=OpKind.WRITE),
     *_elementwise("zeros_like ones_like full_like empty_like", kind=OpKind.LIKE),
@@ -306,11 +306,11 @@ _RULES = (
            "index, indices", kind=OpKind.WRITE_AT, alike="self values src"),
     *lines("index_copy index_copy_ index_fill.int_Scalar index_select masked_select "
            "masked_scatter masked_scatter_", s.opaque, "index, mask"),
-    *_moving("scatter_reduce.two scatter_reduce_.two take_along_dim one_hot nonzero where unfold "
-             "diag_embed rot90 pixel_shuffle pixel_unshuffle channel_shuffle hstack vstack concat "
+    *_moving("scatter_reduce.two scatter_reduce_.two take_along_dim one_hot unfold diag_embed "
+             "rot90 pixel_shuffle pixel_unshuffle channel_shuffle hstack vstack concat "
              "concatenate repeat_interleave.Tensor real imag view_as_real view_as_complex "
-             "resolve_conj searchsorted.Tensor bucketize.Tensor cummax kthvalue median.dim "
-             "mode"),
+             "resolve_conj searchsorted.Tensor bucketize.Tensor cummax kthvalue median.dim mode"),
+    *_moving("nonzero nonzero_numpy argwhere where", kind=OpKind.PLACES),
     *_moving("autopar.gradient.default", kind=OpKind.GRADIENT),
     *_moving("complex polar", is_wide=True),
     *_moving("grid_sampler", alike="input grid"),

@@ -29,9 +29,6 @@ from autopar.planner.rules.table import kind_of, rule_of
 from autopar.planner.trace.symbols import depends_on_numbers
 
 _PICKING = frozenset({torch.masked_select, torch.Tensor.masked_select})
-_COUNTING = frozenset(
-    f"aten.{name}.default" for name in ("nonzero", "nonzero_numpy", "argwhere", "where")
-)
 _NUMBERS = (
     OpKind.ADDITION, OpKind.SUBTRACTION, OpKind.NEGATION, OpKind.MULTIPLICATION, OpKind.DIVISION,
     OpKind.POWER, OpKind.FILL, OpKind.RANGE,
@@ -55,7 +52,7 @@ def mask_of(
     target: str, arguments: Mapping[str, Value], tensors: Mapping[str, Tensor]
 ) -> str | None:
     """Return the mask whose true entries an op selects or finds, or None."""
-    if target in _COUNTING:
+    if rule_of(target).kind is OpKind.PLACES:
         return next(refs(tuple(arguments.values())))
     if target == "aten.masked_select.default":  # the mask may be broadcast
         return next(refs(arguments["mask"]))

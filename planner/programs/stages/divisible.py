@@ -182,7 +182,8 @@ class Divisible:
         for _ in range(_MOST_ROUNDS):
             found = self.solve(enough_seconds=below_seconds, most_simulated=_SIMULATED)
             bound = max(bound, found.bound_seconds)
-            if bound >= below_seconds or not self._stage_lengths.shorten(below):
+            is_solved = bool(found.lengths) and bound < below_seconds
+            if not (is_solved and self._stage_lengths.shorten(below)):
                 break
         return min(bound, below_seconds)
 
