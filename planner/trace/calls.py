@@ -13,6 +13,7 @@ from torch.export.graph_signature import InputKind, InputSpec
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
+from autopar.planner.errors import SourceSpan
 from autopar.planner.graph.graph import Graph, input_name
 from autopar.planner.graph.ops import (
     LOSS_CALL,
@@ -49,7 +50,8 @@ class Scope:
     """A graph that is being read: its nodes' values, the owners of memory, and the current call.
 
     In a replay (see `record`), `template` is the key of the traced call, whose nodes are read once
-    more, and `site` the key of the call for which they are read.
+    more, and `site` the key of the call for which they are read. `spans` has the expressions that
+    make the template's call, and those that make the call at `site`.
     """
 
     values: dict[fx.Node, Value]
@@ -58,6 +60,12 @@ class Scope:
     grad_enabled: bool = True
     template: str | None = None
     site: str = ""
+    spans: tuple[tuple[SourceSpan, ...], tuple[SourceSpan, ...]] = ((), ())
+
+    def spans_of(self, node: fx.Node) -> tuple[SourceSpan, ...]:
+        """Return the expressions of the model that make a node, the innermost one first."""
+        found, (template, site) = spans_of(node), self.spans
+        return site if found == template else found
 
     def inner(self, **changes: Any) -> Scope:
         """Return a scope for a nested graph, without values."""
@@ -309,7 +317,7 @@ class Calls:
             is_batch_norm=isinstance(self.recording.modules.get(path), _BatchNorm),
             left=self.recording.state_change(recorded),
             mode_is_set=own.mode_is_set,
-            spans=spans_of(node),
+            spans=scope.spans_of(node),
         )
         run = recorded if own.template is None else own.template.call
         used = (one for one in self.recording.own_gradients if one.call == run)
@@ -334,7 +342,7 @@ class Calls:
             keywords=tuple((key, structured(value)) for key, value in keywords.items()),
             result=None,
             ops=(),
-            spans=spans_of(node),
+            spans=scope.spans_of(node),
         )
         self._begun[recorded] = function, len(self.ops)
 

@@ -240,7 +240,7 @@ class _Converter:
             self.ledger.supersede(written, name)
 
     def _spans(self, node: fx.Node, scope: Scope) -> tuple[SourceSpan, ...]:
-        return spans_of(node) or (self.loss_at if scope.call == LOSS_CALL else ())
+        return scope.spans_of(node) or (self.loss_at if scope.call == LOSS_CALL else ())
 
     def _location(self, node: fx.Node, scope: Scope) -> str:
         """Return `file:line` of an op, or ""."""
@@ -322,7 +322,8 @@ class _Converter:
         nodes = self.bodies[template.call]
         if leaves_tensors(nodes):
             raise CannotReplayError(template.call)
-        body = scope.inner(template=template.call, site=str(site))
+        spans = spans_of(nodes[0]), scope.spans_of(node)
+        body = scope.inner(template=template.call, site=str(site), spans=spans)
         body.storages.clear()
         for inner, outer in zip(operands_of(nodes[0])[0], tensors, strict=True):
             self.values.bind(inner, self.values.value(outer, scope), body)

@@ -17,6 +17,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from autopar.planner.model.outside import runs_torch_alone
+
 PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size)
 BOOKKEEPING = frozenset({"_parameters", "_buffers", "_modules"})
 
@@ -89,7 +91,10 @@ def template_of(call: str, inputs: Sequence[Any], result: Any) -> Template | Non
 
 
 def repeated_blocks(model: nn.Module) -> dict[str, Hashable]:
-    """Return the structures of the outermost repeated modules that have children, by path."""
+    """Return the structures of the outermost repeated modules, by path.
+
+    They have children, or are of torch: a small module of an author's is traced each time.
+    """
     # each module under the first of its names, outer modules before inner ones
     modules = dict(model.named_modules())
     structures = {path: _structure(module, {}) for path, module in modules.items()}
@@ -100,7 +105,7 @@ def repeated_blocks(model: nn.Module) -> dict[str, Hashable]:
         is_inside = bool(outermost) and path.startswith(f"{outermost}.")
         if is_inside or not path or counts[structures[path]] == 1:
             continue
-        if any(True for _ in module.children()):
+        if any(True for _ in module.children()) or runs_torch_alone(module):
             found[path], outermost = structures[path], path
     return found
 

@@ -26,6 +26,23 @@ BLOCK = """
 """
 
 MODELS = {
+    "layers of torch at lines of their own": """
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+            self.second, self.third = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.last = nn.BatchNorm1d(4)
+
+        def forward(self, x):
+            x = self.norm(self.first(x))
+            x = x + self.second(x)
+            x = x - self.third(x)
+            return self.last(x)
+
+    def build_model():
+        return Model()
+    """,
     "equal blocks": """
     def build_model():
         return Stack(nn.Linear(4, 4), *[Block() for _ in range(4)], nn.Linear(4, 2))
@@ -309,6 +326,7 @@ def test_the_folded_graph_is_the_unfolded_one(tmp_path: Path, case: str) -> None
 @pytest.mark.parametrize(
     ("case", "replays"),
     [
+        ("layers of torch at lines of their own", 2),
         ("equal blocks", 3),
         ("blocks that differ in an attribute", 2),
         ("blocks beside a module that has two names", 1),
