@@ -83,7 +83,7 @@ def solve_point(
 
 
 ORIGIN = "the plan"
-_ROWS = 2  # of a microbatch; if it is the whole batch, at least as many as tensor ranks
+_ROWS = 2  # rows of a microbatch; if it is the whole batch, at least one for each tensor rank
 _TURNS = 2  # microbatches per pipeline rank in a step
 
 
@@ -140,7 +140,7 @@ def _arrangement(plan: StoredPlan) -> Iterator[Declared]:
 def _splits(plan: Plan, axes: GraphAxes, layers: Layers) -> Iterator[Declared]:
     """Yield a split rule for each module whose own ops are split along a single axis.
 
-    The first matching rule of an op applies, so those of inner modules come first.
+    The first matching rule of an op applies, so rules of inner modules come first.
     """
     if plan.arrangement.tensor == 1:
         return
@@ -195,7 +195,7 @@ _DROPPED = (
     "pipeline",
     "tensor",
 )
-_OF_A_CHOICE = ("deadline_seconds", "budget_usd")  # such a demand chooses a number of devices
+_OF_A_CHOICE = ("deadline_seconds", "budget_usd")  # demands that choose a number of devices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,10 +207,10 @@ class ResizedConstraints:
 
 
 def resized_constraints(plan: StoredPlan, devices: int) -> ResizedConstraints:
-    """Return constraints for other devices: a plan's, with its batch, precision and float8.
+    """Return a plan's constraints, batch, precision and float8, for another number of devices.
 
-    Dropped are deadline and budget and, one by one, demands that leave no degrees for so many
-    devices. The search reports any other demand that cannot be met.
+    The deadline and the budget are dropped. Demands that leave no degrees for this number of
+    devices are dropped one by one. The search reports any other demand that cannot be met.
     """
     arranged, batch = plan.arrangement, plan.model.batch
     same = {

@@ -106,7 +106,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fewer:
-    """Fewer devices that are as fast, and the step of the fastest plan found for them."""
+    """A smaller number of devices that is as fast, and the time of its fastest plan's step."""
 
     devices: int
     step_seconds: float
@@ -274,7 +274,8 @@ def planned_curve(
 ) -> Curve:
     """Return the plans on clusters of ascending sizes; raises the last error if there is no plan.
 
-    All have the default batch of the largest cluster. Each search has an equal share of the time.
+    If no global batch is declared, all plans have the default batch of the largest cluster. Each
+    search has an equal share of the time.
     """
     whole = with_batch(training.constraints, clusters[-1], training.graph)
     training = replace(training, constraints=whole)
@@ -320,7 +321,7 @@ def planned_curve(
 _MOST_COUNTS = 4  # numbers of devices that are tried
 _MOST_NODES = 100  # nodes of the search for each
 _LEAST_SAVED = 0.1  # of the devices: a smaller saving is within the error of predictions
-_SHARE_OF_PEAK = 0.9  # no training exceeds it
+_SHARE_OF_PEAK = 0.9  # no training has a higher MFU
 
 
 def fewer_as_fast(
@@ -347,7 +348,7 @@ def fewer_as_fast(
 def _counts(cluster: Cluster, plan: Plan, within: float) -> Iterator[int]:
     """Yield numbers of devices to try, the most first.
 
-    Left out are numbers whose step would take too long even at 90 % of their peak FLOPs.
+    Numbers whose step would take too long even at 90 % of their peak FLOPs are left out.
     """
     prediction, every = plan.prediction, prefix_sizes(cluster)
     least = prediction.mfu / _SHARE_OF_PEAK * plan.machines.devices
@@ -364,7 +365,7 @@ def _counts(cluster: Cluster, plan: Plan, within: float) -> Iterator[int]:
 def _fastest_below(
     seconds: float, training: Training, cluster: Cluster, prices: Prices | None
 ) -> Candidate | None:
-    """Return the fastest candidate that a short search finds with at most `seconds`, or None."""
+    """Return the fastest plan with a step of at most `seconds` from a short search, or None."""
     subject = SearchSubject(graph=training.graph, axes=training.axes, layers=training.layers)
     explorer = Explorer(
         subject, cluster, training.constraints, measured=training.measured, prices=prices

@@ -215,10 +215,10 @@ class ClassLayouts:
 class StoredPlan:
     """A way to train a model on a cluster, as plan.json has it.
 
-    `layouts[c][i]` is for the op at position i of the layers of class c (planner.layers). It is the
-    same for every layer of the class, and uses the axes of the first one. `classes` says the same
-    in words. `crossing` has the layout of each tensor that passes between layers; the layer that
-    makes it converts it. Without tensor ranks, `parameters` and `crossing` are empty.
+    `layouts[c][i]` is the layout of op i in every layer of class c (planner.layers), with the names
+    of axes in the first of these layers. `classes` says the same in words. `crossing` has the
+    layout of each tensor that passes between layers; the layer that makes the tensor converts it.
+    Without tensor ranks, `parameters` and `crossing` are empty.
     """
 
     format: int
@@ -226,7 +226,7 @@ class StoredPlan:
     model: Model
     machines: PlannedMachines
     objective: str
-    constraints: tuple[Declared, ...]  # the user's and the model's; the last one for a place holds
+    constraints: tuple[Declared, ...]  # of the user and the model; a later one of a place applies
     arrangement: Arrangement
     stages: tuple[PlannedStage, ...]
     classes: tuple[ClassLayouts, ...]

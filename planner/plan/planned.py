@@ -53,12 +53,12 @@ class PlanDemands:
     constraints: Constraints
     time_limit_seconds: float | None = None
     measured: Measurements | None = None
-    looks_at_fewer: bool = True  # whether fewer devices of a rented cluster are planned for, too
+    looks_at_fewer: bool = True  # also plan for fewer devices of a rented cluster
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """The plans for all numbers of devices, the chosen one, and whether fewer suffice."""
+    """The plans for all numbers of devices, the chosen one, and fewer devices that are as fast."""
 
     training: Training
     curve: Curve
@@ -93,9 +93,9 @@ def check_demands(demands: PlanDemands) -> None:
 
 
 def check_fused(cluster: Cluster, constraints: Constraints) -> None:
-    """Raise if messages should be fused with products where no tensor ranks of a node's GPUs are.
+    """Raise if fused messages are demanded, but a node cannot have two tensor ranks on GPUs.
 
-    The fused ops copy pieces between the memories of GPUs that reach each other.
+    A fused op multiplies matrices while it copies pieces of them between GPUs of one node.
     """
     if constraints.compile is None or not constraints.compile.fuses_messages:
         return
@@ -115,7 +115,7 @@ def check_fused(cluster: Cluster, constraints: Constraints) -> None:
 
 
 def _check_is_fused(found: Planned) -> None:
-    """Raise if messages should be fused with products, and the best plan has none to fuse."""
+    """Raise if fused messages are demanded, but the best plan has no messages to fuse."""
     plan, training = found.plan, found.training
     is_wanted = plan.arrangement.compile.fuses_messages
     if is_wanted and not seconds_saved_by_fusing(plan, training.axes, training.layers):
@@ -134,7 +134,7 @@ def _not_fused(constraints: Constraints, why: str) -> InputError:
 
 
 def check_float8(cluster: Cluster, constraints: Constraints) -> None:
-    """Raise if layers should multiply in float8 on a device without such units."""
+    """Raise if layers should multiply in float8 on a device without float8 units."""
     wanted, devices = constraints.float8.units, [node.device for node in cluster.nodes]
     without = [one.name for one in devices if wanted and wanted not in dict(one.peaks)]
     if without:
@@ -149,7 +149,7 @@ def check_float8(cluster: Cluster, constraints: Constraints) -> None:
 
 
 def check_float8_sizes(graph: Graph, layers: Layers, constraints: Constraints) -> None:
-    """Raise if layers should multiply in float8, and the kernels take none of their weights."""
+    """Raise if layers should multiply in float8, but no weight has a size that the kernels take."""
     float8 = constraints.float8
     if float8 is not Float8.NONE and not float8_linears(graph, layers, float8):
         raise InputError(
@@ -197,11 +197,11 @@ def plan_training(
     on_found: Callable[[Plan], None] = lambda _: None,
     workers: Idle = idle_cores,
 ) -> Planned:
-    """Find the best plan on each cluster, and choose one of them; the cache keeps the answer.
+    """Find the best plan on each cluster, choose one of them, and keep the answer in the cache.
 
-    If the cache does not have it, `on_search` is called with the training, and `on_found` with the
-    plan before the answer is kept. `workers` returns how many other processes may find prices ahead
-    of the search, by default one for each idle core. They only make it faster.
+    If the cache has no answer, `on_search` is called before the search, and `on_found` after it.
+    `workers` returns how many other processes may compute prices ahead of the search, by default
+    one for each idle core.
     """
     question = _search_question(training, demands)
     known = cache.find(CachedSearch, question)
@@ -246,7 +246,7 @@ def _searched(
 
 
 def _prices_key(training: Training, key: LayoutKey | LeastKey) -> tuple[object, ...]:
-    """Return the key in the cache of prices: `key`, and everything else that they depend on."""
+    """Return the cache key of prices: `key`, and everything else that the prices depend on."""
     asked = training.constraints
     return (*_priced(training), asked.precision, asked.float8, asked.compile, key)
 
@@ -258,7 +258,7 @@ def _priced(training: Training) -> tuple[object, ...]:
 
 
 def _search_question(training: Training, demands: PlanDemands) -> tuple[object, ...]:
-    """Return everything that the result of a search depends on; a time limit is no part of it."""
+    """Return everything that the result of a search depends on, except a time limit."""
     return (
         *_priced(training),
         training.constraints,
@@ -358,8 +358,8 @@ def _check_constants(graph: Graph) -> None:
 def _check_means(graph: Graph, *, microbatch: int) -> None:
     """Raise if a loss averages over more targets than fp16 can count: its gradient would be 0.
 
-    torch keeps the number of targets, by which it divides, in the logits' dtype. A loss function
-    gets float32 logits; a loss computed by the model may have fp16.
+    torch divides by the number of targets in the logits' dtype. The model file's loss function gets
+    float32 logits, but a loss that the model computes itself may get fp16 logits.
     """
     for op in graph.ops:
         if kind_of(op).is_class_loss and _is_narrow(op, graph):

@@ -38,7 +38,7 @@ _HEURISTICS = ("feasibility_jump", "rins", "rens")
 _HIGHS_OPTIONS = {
     **{f"{name}_feasibility_tolerance": _TOLERANCE for name in ("mip", "primal", "dual")},
     # Programs are small and their relaxations close, so presolve, these heuristics and cuts that no
-    # longer bind cost time: without heuristics and cuts, a Pareto front of layouts takes 0.6 of it.
+    # longer bind cost time: without them, a Pareto front of layouts takes 0.6 of the time.
     "presolve": "off",
     **{f"mip_heuristic_run_{name}": False for name in _HEURISTICS},
     "mip_lp_age_limit": 2,

@@ -1,16 +1,15 @@
 """Lower bounds of the slowest rank's time for one microbatch, over all cuts into stages.
 
-Layers are not divisible: of n equal layers on p ranks, some rank has ⌈n ÷ p⌉ or more, and one rank
-also has the head. Within T seconds, M bytes, and with K microbatches in flight, a rank holds at
-most
+Layers are not divided: of n equal layers on p ranks, some rank has ⌈n ÷ p⌉ or more, and one rank
+also has the head. The largest set of equal layers is called the repeated layers. Within T seconds
+and M bytes, with K microbatches in flight, a rank holds at most this many of them:
 
     N(T)  =  ⌊ max { Σ x : Σ t·x ≤ T,  Σ (state + K · saved)·x ≤ M,  x ≥ 0 by recompute mode } ⌋
 
-of the layers that repeat most; M excludes the memory that a layer needs only while it runs in its
-mode. If a rank has several stages, each has an x, a K and a share of M. Let o be the seconds of the
-longest other layer, O those of all other layers, and t the least seconds of a repeated layer. All
-layers fit within T only if one rank also has the layer of o, and all other layers fit into the gaps
-of the ranks:
+M excludes the memory that a layer needs only while it runs. If a rank has several stages, each has
+its own x, K and share of M. Let o be the seconds of the longest other layer, O those of all other
+layers, and t the least seconds of a repeated layer. All layers fit within T only if one rank has
+room for the longest other layer, and all ranks together for all other layers:
 
     Σ_r N_r(T)  −  min_r { N_r(T) − N_r(T − o) }        ≥  n
     p · ⌊T ÷ t⌋  −  ⌈(O − p · (T − t · ⌊T ÷ t⌋)) ÷ t⌉  ≥  n
@@ -48,7 +47,7 @@ class Mode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerBlock:
-    """The most frequent equal layers, and the least seconds of each other layer.
+    """The repeated layers, and the least seconds of each other layer.
 
     The first mode is without recomputation.
     """
@@ -163,7 +162,7 @@ _Curves = Sequence[tuple[_Curve, int]]  # each with its number of ranks
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankCapacities:
-    """The most repeated layers that each rank can hold, as a function of their time."""
+    """How many repeated layers each rank can hold at most, as a function of time."""
 
     ranks: tuple[_Curve, ...]
 

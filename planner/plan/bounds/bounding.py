@@ -1,10 +1,9 @@
 """Bounds a node of the search, from the layouts that have been solved so far.
 
 The bounds use facts about layouts inside layers: those of one layout solution, or lower limits over
-all of them.
-A layer in unsolved layouts takes at least the time of its fastest layouts. If these are unsolved,
-too, it takes at least the time of its ops, each in its own fastest split. It holds, sends, updates
-and recomputes at least as much as the unsplit layer, divided evenly by the tensor ranks.
+all layout solutions. A layer takes at least the time of its fastest layouts. Before these are
+solved, it takes at least the time of its ops, each in its own fastest split. What a rank holds,
+sends, updates and recomputes is at least the unsplit layer's amount ÷ the number of tensor ranks.
 """
 
 from __future__ import annotations
@@ -281,7 +280,7 @@ def bounds_of(questions: Questions, objective: Objective) -> Bounds:
 
 
 def must_recompute(bounds: Bounds, arrangement: Arrangement) -> bool:
-    """Whether the layers' saved tensors together exceed the room of the ranks, in any layouts."""
+    """Whether in all layouts the layers save more than the ranks together have room for."""
     facts, margin = bounds.of_least(arrangement), bounds.questions.constants.margin
     size = bounds.questions.most_bytes(arrangement)
     budget = activation_budget_bytes(

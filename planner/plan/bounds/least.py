@@ -335,10 +335,10 @@ def _at_least(mode: Recompute, fastest: Modes, unsplit: Modes, degree: int) -> L
 
 
 def _most_in_float8(whole: LayerCost, degree: int) -> tuple[tuple[int, int], ...]:
-    """Return the most elements that a layout gathers in float8; otherwise they have 2 bytes each.
+    """Return the most elements that any layouts gather in float8, with 1 byte each instead of 2.
 
-    The fastest layouts do not tell, because some layouts take products out of float8. The elements
-    are returned as one weight of 0 rows, which every number of ranks divides.
+    The fastest layouts do not tell, because layouts differ in which products are in float8. The
+    elements are returned as one weight of 0 rows, which every number of ranks divides.
     """
     elements = sum(size for _, size in whole.float8_weights)
     return ((0, min(elements, whole.parameter_bytes // degree // 2)),)

@@ -52,7 +52,7 @@ class FittingBounds:
 
     recompute_seconds: float
     bottleneck_seconds: float
-    capacities: Callable[[], RankCapacities]  # few schedules ask for them
+    capacities: Callable[[], RankCapacities]  # computed when called: few schedules need them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,7 +217,7 @@ class StepBound:
         """Return the least time of the pipeline: at least m · T, for the slowest rank.
 
         For 1F1B and GPipe see also `_in_turn`. Other schedules take at least the time of one
-        microbatch (`_through`), and the mean rank's computing, m · Σ ÷ p, and waiting
+        microbatch (`_through`), and at least the mean rank's computing, m · Σ ÷ p, plus its waiting
         (`_mean_wait_seconds`, `_filling`).
         """
         arrangement = self.arrangement
@@ -249,7 +249,7 @@ class StepBound:
     def _through(self, fitting: FittingBounds, repeated: LayerBlock) -> float:
         """Return a microbatch's time through all stages and back.
 
-        Nobody waits for the weight gradients of split backwards.
+        No stage waits for the weight gradients of split backwards.
         """
         forward, backward = self._passes(fitting, repeated)
         if SCHEDULES[self.arrangement.schedule].splits_backward:

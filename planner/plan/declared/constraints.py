@@ -93,10 +93,10 @@ class Objective(StrEnum):
     """The quantity that the best plan minimises."""
 
     _value_: str
-    words: str  # of the least value
-    best: str  # words of the plan that has it
-    memory_alone: bool  # memory counts, however long a step takes: no plan is about as good
-    minimised: Callable[[Prediction, float], float]  # the float: what a second costs
+    words: str  # for the least value
+    best: str  # for the plan that has the least value
+    memory_alone: bool  # the step's time does not count, and the tolerance does not apply
+    minimised: Callable[[Prediction, float], float]  # of a prediction and the cost per second
 
     # fmt: off
     STEP_TIME = (
@@ -137,7 +137,7 @@ class MemoryLimit:
 # The default limit. 95 % of the 54 published runs that report memory used at most 1 ÷ 0.86 times
 # the prediction (docs/accuracy.md).
 DEFAULT_MEMORY = MemoryLimit(share=0.86)
-DEFAULT_HOST_MEMORY = MemoryLimit(share=0.8)  # the system and readers of data have the rest
+DEFAULT_HOST_MEMORY = MemoryLimit(share=0.8)  # the system and data loaders use the rest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,14 +159,14 @@ class StagePin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecomputePin:
-    """Modules whose layers have a recompute mode."""
+    """A recompute mode that the layers of some modules must have."""
 
     modules: str
     mode: Recompute
 
 
 class HostSaving(StrEnum):
-    """When layers may keep what their backwards need in the host's memory, if no rule says so."""
+    """When layers without a rule may save tensors for their backward in the host's memory."""
 
     NEVER = "never"
     IF_FASTER = "if it is faster than to compute it again"
@@ -201,7 +201,7 @@ class Constraints:
     max_data: int | None = None
     max_tensor: int | None = None
     memory: MemoryLimit | None = None
-    host_memory: MemoryLimit | None = None  # of a device's share of its host's memory
+    host_memory: MemoryLimit | None = None  # for a device's share of its host's memory
     objective: Objective = Objective.STEP_TIME
     tolerance: float = 0.03  # of the fastest step; the simplest plan within it is chosen
     schedules: tuple[ScheduleKind, ...] = tuple(ScheduleKind)
@@ -209,7 +209,7 @@ class Constraints:
     precision: Precision = Precision.BF16
     compile: Compile | None = None  # None: on GPUs whatever is faster, on CPUs nothing
     float8: Float8 = Float8.NONE  # changes what is learnt, so it must be asked for
-    offloads: tuple[Offload, ...] = tuple(Offload)  # where nothing is declared, none on CPUs
+    offloads: tuple[Offload, ...] = tuple(Offload)  # on CPUs none, unless one is declared
     global_batch: int | None = None
     samples: int | None = None  # rows of the whole training
     tokens: int | None = None  # of the whole training
@@ -225,7 +225,7 @@ class Constraints:
     splits: tuple[SplitRule, ...] = ()
     stages: tuple[StagePin, ...] = ()
     recompute: tuple[RecomputePin, ...] = ()
-    # rows are mixed: the tensor axis may split a batch, the data axis may not
+    # rows depend on each other: the tensor axis may split a batch, the data axis may not
     shares_rows: bool = False
     host_saving: HostSaving = HostSaving.IF_FASTER  # on CPUs never
     statistics_apart: bool = False  # batch norms may take statistics per microbatch
@@ -266,7 +266,7 @@ def _compiled(constraints: Constraints) -> Constraints:
 
 
 def _check_local_steps(constraints: Constraints) -> None:
-    """Raise if constraints demand local steps, and exclude them or leave too few for all parts."""
+    """Raise if constraints demand local steps, but exclude them or demand too few for all parts."""
     steps, least = constraints.sync_every, LEAST_OF_PART * constraints.outer_parts
     if constraints.outer_parts > 1 and steps is not None and steps < least:
         both = [one for one in constraints.declared if one.field in ("sync_every", "outer_parts")]

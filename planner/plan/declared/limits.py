@@ -60,11 +60,12 @@ def with_whole_scalars(constraints: Constraints, graph: Graph) -> Constraints:
 
 
 def with_whole_batch(constraints: Constraints, graph: Graph) -> Constraints:
-    """Return the constraints with dp=1 and one microbatch, if rows are mixed and pins allow it.
+    """Return the constraints with dp=1 and one microbatch, if rows depend on each other.
 
-    The tensor axis may split such a batch, because tensor ranks exchange values that rows need of
-    each other. If the model accepts only one number of rows, mixing cannot be detected, so the
-    tensor axis may split its batch, too. The global batch must be known.
+    Pins that split the batch take precedence. The tensor axis may split such a batch, because
+    tensor ranks exchange the values that rows need. If the model accepts only one number of rows,
+    the graph cannot show whether they depend on each other, so the tensor axis may split its batch,
+    too. The global batch must be known.
     """
     constraints = _with_whole_statistics(constraints, graph)
     if splits_batch(constraints):
@@ -72,7 +73,7 @@ def with_whole_batch(constraints: Constraints, graph: Graph) -> Constraints:
     met = meeting_rows(graph)
     if met is None and graph.fixed_batch is None:
         return constraints
-    if met is None:  # if the number of rows is a constant, mixing cannot be detected
+    if met is None:
         return replace(constraints, shares_rows=True)
     assert constraints.global_batch is not None
     whole = {"dp": ("data", 1), "microbatch": ("microbatch", constraints.global_batch)}
@@ -131,7 +132,7 @@ def splits_batch(constraints: Constraints) -> bool:
 def rows_at_once(constraints: Constraints) -> int | None:
     """Return the rows of an unsplit batch, for a model that accepts only one number of rows.
 
-    None if the user splits the batch: then the graph cannot show whether its rows are mixed.
+    None if the user splits the batch: the graph then cannot show whether rows depend on each other.
     """
     return None if splits_batch(constraints) else constraints.global_batch
 
@@ -168,7 +169,7 @@ def check_lone_rows(constraints: Constraints, graph: Graph) -> None:
 
 
 def _norm_of_rows(graph: Graph) -> Op | None:
-    """Return the first batch norm in training that norms one number per row and channel."""
+    """Return the first batch norm in training mode that norms one number per row and channel."""
     for op in graph.ops:
         if takes_statistics(op):
             rows, _, *rest = graph.tensors[op.inputs[0]].shape
@@ -239,9 +240,9 @@ _ROOT = ""
 def with_own_gradients(constraints: Constraints, graph: Graph) -> Constraints:
     """Return the constraints without plans that break a model's own use of gradients.
 
-    A tensor rank has a shard or a partial sum of a gradient. If the model takes a gradient,
-    everything on its path must be on one rank: no pipeline, and no gathered parameters that are
-    freed before the second backward. A gradient that is only retained changes nothing.
+    A tensor rank has a shard or a partial sum of a gradient. If the model computes a gradient
+    (torch.autograd.grad), everything on its path must be on one rank: no pipeline, and no gathered
+    parameters that are freed before the second backward. A retained gradient changes nothing.
     """
     own = tuple(one for found in graph.own_gradients for one in _gradient_demands(found))
     return constraints_of((*constraints.declared, *own)) if own else constraints
@@ -304,12 +305,12 @@ def with_local_steps(constraints: Constraints, graph: Graph) -> Constraints:
 def with_batch(constraints: Constraints, cluster: Cluster, graph: Graph) -> Constraints:
     """Return the constraints with a global batch: the declared one, or the usual one.
 
-    The usual one is rounded up, so that the fewest data ranks that pins and limits leave can divide
-    it into microbatches of the pinned size.
+    The usual one is rounded up to a multiple of the pinned microbatch times the fewest data ranks
+    that pins and limits allow.
     """
     if constraints.global_batch is not None:
         return constraints
-    # with a fixed number of rows, mixing cannot be detected: the batch stays whole
+    # the graph then cannot show whether rows depend on each other: the batch stays whole
     if graph.fixed_batch is not None:
         return replace(constraints, global_batch=graph.fixed_batch * (constraints.data or 1))
     at_once = _least_data(constraints, cluster.size) * (constraints.microbatch or 1)
@@ -332,7 +333,7 @@ def default_batch(devices: int, tokens_per_row: int) -> int:
 
 
 def _least_data(constraints: Constraints, devices: int) -> int:
-    """Return the fewest data ranks that pins and limits leave."""
+    """Return the fewest data ranks that pins and limits allow."""
     if constraints.data is not None:
         return constraints.data
     pipeline = constraints.pipeline or constraints.max_pipeline or devices

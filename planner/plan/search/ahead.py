@@ -1,9 +1,9 @@
-"""Finds prices that the search will need soon in other processes, if the machine has idle cores.
+"""Lets idle cores find, in other processes, the prices that the search will need soon.
 
 The layouts and prices that bound a node depend on its arrangement alone. While the search expands
-a node, forks of it bound the nodes that come next, and send the prices that they found. The search
-still bounds every node itself, in the same order, but finds these prices known: plans and proofs
-are the same with any number of processes.
+a node, forks of its process bound the nodes that come next, and send the prices that they found.
+The search still bounds every node itself, in the same order, but takes these prices as given: plans
+and proofs are the same with any number of processes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from autopar.runtime.launchers import usable_cores
 
 MOST_WORKERS = 7  # a guess: no machine with so many cores was measured
 _NICENESS = 5  # where cores are few, the search goes first
-_PATIENCE_SECONDS = 60.0  # then the search finds the prices itself
+_PATIENCE_SECONDS = 60.0  # after this wait the search finds the prices itself
 
 
 def may_fork() -> bool:
@@ -70,7 +70,7 @@ def free_cores() -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchTask:
-    """The prices that a bound of an arrangement needs; for `OF_LAYOUTS` all its layouts."""
+    """To find the prices that a bound of an arrangement needs; for `OF_LAYOUTS` all its layouts."""
 
     inside: LayerKey
     bound_kind: BoundKind
@@ -78,7 +78,7 @@ class SearchTask:
 
     @property
     def layouts(self) -> tuple[int, int, Compile]:
-        """What layouts depend on: for tasks that share it, the same programs are solved."""
+        """The part of a task that layouts depend on; if equal, the same programs are solved."""
         return self.inside.tensor, self.inside.microbatch, self.inside.compile
 
 
@@ -103,8 +103,8 @@ class _SearchWorker:
 class Ahead:
     """The workers of one search; they start when it has found the first prices itself.
 
-    So there are none if the cache knows all prices. `idle` is asked again before each node: a core
-    may become idle while the search goes on.
+    If the cache has all prices, none starts. `idle` is called before each node, because a core may
+    become idle while the search goes on.
     """
 
     def __init__(self, bounds: Bounds, idle: Idle) -> None:

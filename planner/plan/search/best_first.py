@@ -183,11 +183,11 @@ def simplest_leaf(
     within: float,
     is_late: Callable[[], bool] = never,
 ) -> FoundLeaf[Leaf]:
-    """Return the simplest leaf with a value up to `within`; of equally simple ones, the least.
+    """Return the simplest leaf with a value up to `within`; of equally simple ones, the best.
 
-    `below` returns the least complexity below a node. Of nodes and leaves, the one with the best
-    possible simplicity is taken first. So the first leaf taken is the answer, and nodes that cannot
-    be simpler are never expanded. If time is up, the simplest leaf found is returned.
+    `below` returns the least complexity below a node. Nodes and leaves are taken in the order of
+    their least complexity. So the first leaf taken is the answer, and nodes that cannot be simpler
+    are never expanded. If time is up, the simplest leaf found is returned.
     """
     queue: list[_Entry[Item, Leaf]] = []
     numbers = count()

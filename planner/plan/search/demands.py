@@ -46,7 +46,7 @@ def layout_rules(constraints: Constraints, axes: GraphAxes) -> LayoutRules:
     """Return the rules for layouts: axes forbidden in modules, and pinned modules.
 
     The data axis splits the batch. The tensor axis splits it only if a rule demands that, or if
-    rows are mixed, so that there are no data ranks.
+    rows depend on each other, so that there are no data ranks.
     """
     unwanted = [rule for rule in constraints.splits if not rule.is_required]
     forbidden = {rule.axis for rule in unwanted if rule.modules == EVERYWHERE}
@@ -211,9 +211,10 @@ def host_saving(cluster: Cluster, constraints: Constraints) -> HostSaving:
 
 
 def needs_host(found: Sequence[FoundLeaf[Candidate]], constraints: Constraints) -> bool:
-    """Whether nothing was found to fit, or only with an optimizer on the host that none asked for.
+    """Whether nothing fits, or only plans with the optimizer on the host, which nobody demanded.
 
-    Layers that save on the host may then do: their copies usually take less time than such a step.
+    Layers that save tensors on the host may then be enough: their copies usually take less time
+    than an optimizer step on the host.
     """
     is_asked = all(one.has_states for one in constraints.offloads)
     return not found or (

@@ -142,7 +142,7 @@ SearchItem = SearchPoint | Variant
 def families(variants_: Iterable[Arrangement]) -> list[list[Arrangement]]:
     """Return each variant alone, except ZeRO-2 and 3, which join the family of ZeRO-1.
 
-    A family has one schedule, and one number of local steps and of ranks that average gradients.
+    A family shares the schedule, the local steps and the number of ranks that average gradients.
     ZeRO-2 and 3 communicate more than ZeRO-1 and update as fast, so if ZeRO-1 fits, they cannot be
     better. A variant with the optimizer on the host joins a family, too, because its optimizer is
     slower. A variant with the outer optimizer on the host joins the one that differs only in this.

@@ -1,7 +1,7 @@
 """Chooses the plan: a best-first search over arrangements, each solved by integer programs.
 
     degrees × microbatch × compiled  bounded by the fastest split of each op, without communication
-    └ schedule × stages per rank × ZeRO × shard × 16-bit sums × offload
+    └ schedule × stages per rank × ZeRO × shard × compression × offload × local steps
                                     bounded also by gathers, reductions, updates, recomputation
       └ the fastest layouts         bounded also by communication
         └ layouts that need less memory are solved
@@ -85,7 +85,7 @@ from autopar.planner.programs.stages.choice import EXACT, NEAR, QUICK, THOROUGH,
 _ENDLESS_BYTES = 1 << 60
 EFFORTS = (QUICK, THOROUGH, EXACT)  # for one arrangement, one after another
 _BETTER = 1.0 - 1e-9  # of the best step: only values below this are better
-# to search for runners-up, after the best is proved: not seconds, so that every run finds the same
+# expanded for runners-up after the best plan is proved; not seconds, so that runs find the same
 EXTRA_NODES = 18
 
 Searched = Outcome[SearchItem, Candidate]
@@ -108,8 +108,8 @@ def search(
 ) -> Plan:
     """Return the best plan with its proof and the runners-up.
 
-    `workers` is the number of other processes that find prices ahead. If nothing fits, or only with
-    the optimizer on the host, layers may save there even where this is slower than recomputing.
+    `workers` returns how many other processes may find prices ahead. If nothing fits, or only plans
+    with the optimizer on the host, layers may save tensors there even if recomputing is faster.
     """
     subject = SearchSubject(graph=graph, axes=axes, layers=layers)
     constraints = completed(constraints, cluster, graph)
@@ -348,7 +348,7 @@ class Explorer:
         return [SearchNode(bound=bound, rank=rank, item=again, **kinds)]
 
     def value(self, candidate: Candidate) -> float:
-        """Return the value that the objective minimises: bytes, or seconds, which cost alike."""
+        """Return what the objective minimises: bytes, or seconds (cost is proportional to them)."""
         return self.constraints.objective.minimised(candidate.prediction, 1.0)
 
     def refusal(self, outcome: Searched) -> AutoparError:

@@ -300,10 +300,10 @@ def offloads_in_vain(arrangement: Arrangement, choices: Choices) -> bool:
 
     Without offload, ZeRO on a single data rank is useless. With offload, two things are useless
     unless the ZeRO level is demanded: several data ranks without ZeRO (with ZeRO each would step
-    faster and hold less), and ZeRO-2 (ZeRO-3 frees more memory). Two cannot run: fully_shard over
-    groups of one rank, and split backwards, because gradients are sent to the host by hooks, which
-    split backwards do not call. An optimizer on the host cannot take local steps. An outer
-    optimizer has nothing to do without local steps.
+    faster and hold less), and ZeRO-2 (ZeRO-3 frees more memory). Two cannot run with offload:
+    fully_shard over groups of one rank, and split backwards, which do not call the hooks that send
+    gradients to the host. An optimizer on the host cannot take local steps. An outer optimizer has
+    nothing to do without local steps.
     """
     if offloads_wrongly(arrangement):
         return True
@@ -384,7 +384,7 @@ def sharding(point: Arrangement, choices: Choices) -> Iterator[tuple[Zero, int]]
 def _replicas(point: Arrangement, choices: Choices) -> Iterator[tuple[Zero, int]]:
     """Yield ZeRO levels with the data ranks of a replica: those of a node, or a single one.
 
-    If a level is demanded that divides something, a replica may also be a part of a node.
+    If only ZeRO levels that divide something are allowed, a replica may also be a part of a node.
     """
     inside, levels = choices.node_devices // point.tensor, choices.zero_levels
     must_divide = all(one.divides_optimizer for one in levels)

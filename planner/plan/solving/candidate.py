@@ -136,8 +136,8 @@ def layer_key(arrangement: Arrangement, solution: int, lines: LinePrice | None =
 
 _ENDLESS = float("inf")
 _SAME = 1e-3  # of the step: closer steps count as equal
-# prices to try, the highest first: what printing every line costs, as a multiple of the allowed
-# slowdown
+# Prices of printed lines to try, the highest first: what all lines together cost, as a multiple of
+# the allowed slowdown.
 _TRIES = (8.0, 4.0, 2.0, 1.0)
 
 

@@ -1,6 +1,6 @@
-"""What searches find out about the layers of a model; later searches use it again.
+"""Keeps the layouts and prices that searches find for a model's layers, for later searches.
 
-Layouts and prices have a `LayoutKey`, least times in any layouts a `LeastKey`.
+Layouts and prices are found by a `LayoutKey`, least times over all layouts by a `LeastKey`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class LeastKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeastLayer:
-    """The least times of a layer in any layouts, for one microbatch.
+    """The least times of a layer over all layouts, for one microbatch.
 
     `alone_seconds` is the forward without waiting for the host.
     """
@@ -174,7 +174,7 @@ def _nothing(_kind: type[Any], _key: object) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prices:
-    """What searches found out about a model so far, shared with searches on other machines.
+    """The layouts and prices found for a model so far, shared with searches on other machines.
 
     `recall` returns the `StoredPrices` or `StoredLeast` of a key, if an earlier process has stored
     them on disk.

@@ -1,7 +1,7 @@
 """Builds the layout problem of a graph: one layer of each class, priced, with its count.
 
-First comes the frame: the choices, and which conversions are possible. It serves all batches of one
-form, eager and compiled layers, and is then priced for each.
+First comes the frame: the choices, and which conversions are possible. One frame serves several
+batches, and both eager and compiled layers; it is then priced for each of these.
 """
 
 from __future__ import annotations

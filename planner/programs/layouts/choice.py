@@ -66,8 +66,8 @@ class Budget:
 class LinePrice:
     """The price of printed lines, and how time and memory count where lines have a price.
 
-    `share`, a fraction of a microbatch's time, is what all lines of the layouts that are best if
-    lines are free cost. Sums of gradients, once per step, cost 1 ÷ `microbatches` of their time.
+    Take the best layouts if lines are free: all their lines together cost `share` of a microbatch's
+    time. Sums of gradients, once per step, cost 1 ÷ `microbatches` of their time.
     """
 
     share: float
@@ -137,8 +137,8 @@ class LayoutProgram:
     def simpler(self, number: int, price: LinePrice, *, is_one_stage: bool) -> LayoutSolution:
         """Return layouts with fewer printed lines than point `number` of the front, if any.
 
-        They are slower by less than the price of the lines that they do without. Otherwise the
-        result is the point itself.
+        They are slower by less than the price of the lines that they save. Otherwise the result is
+        the point itself.
         """
         near = self._front.points[number] if number else self._front.fastest
         lines = self._lines(price.microbatches, is_one_stage)

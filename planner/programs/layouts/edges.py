@@ -79,7 +79,7 @@ class LayoutPricer(Protocol):
         """Return the seconds of a conversion, forward and backward."""
 
 
-Ends = tuple[tuple[int, int], ...]
+Ends = tuple[tuple[int, int], ...]  # (node, input) of each consumer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,9 +205,10 @@ class Conversions:
 
     A computed tensor is cut into shards, or gathered, only if a shard is one block of the dim (of
     each part of a concatenated dim). A parameter is cut into shards before the training: they may
-    have any form, and are never gathered. Not converted are a buffer that the model writes to;
-    memory that is written under one name and later read under an older one, because the write would
-    miss the copy that a conversion makes; and memory that is read by strides.
+    have any form, and are never gathered. Three things are never converted: a buffer that
+    the model writes to; memory that is written under one name and later read under an older one,
+    because the write would miss the copy that a conversion makes; and memory that is read by
+    strides.
     """
 
     def __init__(self, graph: Graph, axes: GraphAxes, *, batch: int) -> None:

@@ -151,7 +151,8 @@ class PrintedCode:
     """The lines that a script prints: the model's Python class k takes lines[k] if it is opened.
 
     `demand_lines` are the lines of one conversion of each demand, `slot_lines` those of each slot
-    in a layout other than I. An exchange of shards names both dims, and takes twice the lines.
+    in a layout other than I. A conversion from one split to another takes twice the lines, because
+    it names both dims.
     """
 
     lines: tuple[float, ...]

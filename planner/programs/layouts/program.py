@@ -95,7 +95,7 @@ class LayoutVariables:
 class LayoutModel:
     """The program of one problem; it is solved with several budgets and prices.
 
-    Printed lines count only if `code` is given; then nobody else may use the variables.
+    Printed lines count only if `code` is given; then no other model may use the variables.
     """
 
     def __init__(

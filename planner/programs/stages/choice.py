@@ -40,7 +40,7 @@ from autopar.planner.programs.stages.question import (
 
 _BETTER = 1.0 - 1e-9  # times the best cut's step: a step has to be shorter to be better
 _LEAST_NODES = 20  # of one program
-NEAR = 1.1  # times the best step: a slower cut is not improved, moving layers gains too little
+NEAR = 1.1  # times the best step: slower cuts are not improved, because moves gain too little
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +103,7 @@ class Chooser:
         return self._divisible[longest]
 
     def last_divisible(self) -> Divisible:
-        """Return that program for a question after which it cannot be asked again."""
+        """Return the program of divisible layers for its last use."""
         program, self._divisible = self.divisible(), {}
         return program
 
@@ -235,10 +235,10 @@ QUICK = Effort(simulations=12, starts=0, moves=0, cuts=0, nodes=400, gap=1.0, mo
 THOROUGH = replace(QUICK, starts=2, moves=8, cuts=4, gap=5e-3, most_columns=1_000)
 EXACT = replace(THOROUGH, simulations=120, starts=1, cuts=60, nodes=1_000, gap=1e-7, is_last=True)
 
-_ASKED = 0.01  # the last effort looks only for cuts that are faster than the best by this share,
-_ASKED_OF_MANY = 0.05  # or by this one if there are more stages than
-_MOST_STAGES = 16  # with which whole numbers are found in time
-_MOST_INTERVALS = 100  # if ranks have several stages: with more, the program branches for long
+_ASKED = 0.01  # the last effort looks only for cuts that are faster than the best by this share
+_ASKED_OF_MANY = 0.05  # the same, if there are more than `_MOST_STAGES`
+_MOST_STAGES = 16  # with more stages, a program of whole numbers takes too long
+_MOST_INTERVALS = 100  # if ranks have several stages: with more, the stage program takes too long
 
 
 def answered(chooser: Chooser) -> StageAnswer:
@@ -304,7 +304,7 @@ def is_wide(arrangement: Arrangement) -> bool:
 def _closer(chooser: Chooser, bound_seconds: float) -> float:
     """Return a lower bound of all cuts that is closer to the best one.
 
-    Stages become as short as they are in all faster cuts, or ranks have whole numbers of layers.
+    It limits stages to as many layers as faster cuts have, or ranks to whole numbers of layers.
     """
     are_many = is_wide(chooser.question.arrangement)
     asked = (1.0 - (_ASKED_OF_MANY if are_many else _ASKED)) * chooser.top - chooser.once

@@ -15,8 +15,8 @@
                            H  ≥  least wait · (1 − layers that are not on the host)
     memory_is_kept         Σ (state + held · saved) · x + W  ≤  the rank's limit  (cut_bounds.py)
     reductions_outlast     R of a stage  ≥  the share of its reduction that slows its last backward
-                           R of a stage  ≥  its reduction  −  the backwards of its layers without
-                                            the last one: it runs first, with nothing to reduce yet
+                           R of a stage  ≥  its reduction  −  the backwards of its layers, except
+                                            the last layer's, which comes before any reduction
                            S of a stage  =  Σ seconds · x  (+ R, if only the last backward reduces)
     gathers_come_first     G  ≥  the gather of each stage of the rank that starts first
     chains_are_no_longer   Σ count · t  +  Σ S of the rank on which the chain ends  ≤  T − G − O
@@ -173,10 +173,10 @@ class Divisible:
         return DividedLayers(lengths=lengths, bound_seconds=min(bound, below_seconds))
 
     def with_short_stages(self, *, below_seconds: float) -> float:
-        """Return a lower bound of at most `below_seconds`; afterwards, ask this program no more.
+        """Return a lower bound of at most `below_seconds`; the program cannot be used afterwards.
 
-        lengths.py finds the most layers of each stage in any cut below that. The bound is the
-        optimum within these limits.
+        lengths.py finds the most layers of each stage in any cut that is faster than
+        `below_seconds`. The bound is the optimum within these limits.
         """
         bound, below = 0.0, below_seconds / self.unit
         for _ in range(_MOST_ROUNDS):

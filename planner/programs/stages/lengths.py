@@ -1,14 +1,14 @@
-"""The most layers of each stage, and the rows of the divisible program that depend on it.
+"""The most layers that a stage can have, and the rows of the divisible program that depend on it.
 
 A stage waits in each backward for the tensors of its last layer on the host, and needs as much
-working memory as its largest layer. Layers that are divisible need less of both: a stage of which
-the share z is on the host waits for at least z of the least wait, and z is at least
+working memory as its largest layer. The program of divisible layers knows only the share z of the
+stage's layers that are on the host. Then the stage waits for at least z · the least wait, where
 
     z  ≥  layers on the host  ÷  the most layers of the stage
 
-The same holds for working memory. So these rows are the stronger, the shorter stages are known to
-be. `shorten` asks for each stage whether any cut below a limit has one more layer than n there. If
-not, n is the stage's most. The rows that this tightens shorten other stages in the next round.
+Working memory has a similar row. The fewer layers a stage can have, the tighter these rows are.
+`shorten` tests for each stage whether any cut with a step below a limit has n + 1 layers there. If
+none has, the stage has at most n. The tightened rows may shorten other stages in the next round.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from autopar.planner.programs.growing import GrowingProgram, Term
 from autopar.planner.programs.stages.cut_bounds import StageParts
 from autopar.planner.programs.stages.question import StageQuestion
 
-_WHOLE = 1e-6  # what a sum of layers may be below a whole number, from rounding
+_WHOLE = 1e-6  # rounding may put a sum of layers this far below a whole number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

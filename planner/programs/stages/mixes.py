@@ -15,7 +15,7 @@ if, for each layer l,
 Other memory includes what the nearest layer before l has saved on the host: it comes back while l
 runs. Layers are added from the first one on. A combination of modes for the layers so far is
 dropped if another one has neither a higher cost (seconds, or peak bytes) nor more saved bytes, and
-has as much to come back.
+as many bytes to come back from the host.
 """
 
 from __future__ import annotations

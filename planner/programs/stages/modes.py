@@ -142,7 +142,7 @@ def _excess_bytes(question: StageQuestion, rank: int, way: Way) -> int:
 
 
 def _unbeaten(question: StageQuestion, rank: int, ways: Sequence[Way]) -> list[Way]:
-    """Return the ways that fit, without those that another one matches in every action."""
+    """Return the ways that fit, without those that another equals or beats in every action."""
     if not ways:
         return []
     times = np.array([_amounts(way) for way in ways])

@@ -1,4 +1,4 @@
-"""The question that choosing stages answers: layers, their modes and costs, and the pipeline.
+"""The input for choosing stages: layers, their modes and costs, and the pipeline.
 
 A *cut* says where each stage begins. A *content* is the classes of a stage's layers, in order.
 Layers are of one class if they cost the same on every rank and may run in the same modes. So stages
@@ -303,7 +303,7 @@ def even_cut(question: StageQuestion) -> Cut:
 
 
 def nearest_cut(question: StageQuestion, borders: Sequence[float]) -> Cut:
-    """Return a cut at allowed borders: in turn, the one nearest to each; () if none is left."""
+    """Return a cut: in turn, the allowed border nearest to each given one; () if none is left."""
     cut = [0]
     for stage, wanted in enumerate(borders, start=1):
         first, last = question.windows[stage]

@@ -80,9 +80,9 @@ class _Lightest:
         return memory_of(loads, moments, question.arrangement, question.constants).device_bytes
 
     def least_maximum(self, longest: int) -> tuple[float, Cut]:
-        """Return the least bytes of the fullest stage, and its cut, among cuts without long stages.
+        """Return the least bytes of the fullest stage, and the cut, if stages are not too long.
 
-        No stage has more layers than `longest`.
+        No stage may have more layers than `longest`.
         """
         count, stages = len(self.question.classes), self.question.shape.stages
         best: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]
