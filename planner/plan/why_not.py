@@ -112,6 +112,9 @@ def _has(arrangement: Arrangement, pins: Constraints) -> bool:
         precision=arrangement.precision,
         float8=arrangement.float8,
         compression=tuple(Compression),
+        sync_every=arrangement.sync_every,
+        outer=arrangement.outer,
+        outer_parts=arrangement.outer_parts,
     )
     return allows(pinned, arrangement)
 

@@ -30,6 +30,7 @@ from autopar.planner.plan.telling.words import (
     recompute_words,
 )
 from autopar.planner.plan.why_not import why_not
+from autopar.planner.precision import Outer
 from tests.planner.plan.plans import (
     arrangement,
     parts_of,
@@ -156,6 +157,11 @@ def test_why_not_has_a_reason_without_solving(wanted: str, telling: str) -> None
     answer = why_not(small_plan(), pins(wanted))
     assert answer.alternative is None
     assert telling in answer.reasons[0]
+
+
+def test_why_not_sees_the_pins_of_a_plan_with_local_steps() -> None:
+    local = arrangement(shard=1, sync_every=64, outer=Outer.NESTEROV)
+    assert why_not(small_plan(arrangement=local), pins("dp=2")).reasons == ("the plan has it",)
 
 
 def test_why_not_compares_with_the_best_runner_up_and_names_what_decides() -> None:
