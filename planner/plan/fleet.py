@@ -53,7 +53,8 @@ class CurvePoint:
 
     `speedup` and `efficiency` are relative to the fewest devices with a plan. `training_seconds`
     and `training_usd` are None if the training's length is unknown. `training_usd` is also None if
-    a device has no price.
+    a device has no price. `rate` is the cost per hour: US dollars, or the number of devices if a
+    device of any point has no price.
     """
 
     plan: Plan
@@ -65,11 +66,7 @@ class CurvePoint:
     units_per_usd: float | None
     training_seconds: float | None
     training_usd: float | None
-
-    @property
-    def rate(self) -> float:
-        """The cost per time: US dollars, or the number of devices if one has no price."""
-        return self.plan.machines.usd_per_hour or float(self.devices)
+    rate: float
 
     def value(self, objective: Objective) -> float:
         """Return what an objective minimises; costs are in a unit that all points share."""
@@ -116,11 +113,12 @@ def curve_of(trials: Sequence[Trial], constraints: Constraints) -> Curve:
     """Return the curve of trials, at least one of them with a plan."""
     trials = sorted(trials, key=lambda one: one.devices)
     plans = [one.plan for one in trials if one.plan is not None]
-    points = tuple(_point(plan, plans[0], constraints) for plan in plans)
-    return Curve(trials=tuple(trials), points=points)
+    are_priced = all(one.machines.usd_per_hour for one in plans)
+    points = (_point(plan, plans[0], constraints, are_priced=are_priced) for plan in plans)
+    return Curve(trials=tuple(trials), points=tuple(points))
 
 
-def _point(plan: Plan, first: Plan, constraints: Constraints) -> CurvePoint:
+def _point(plan: Plan, first: Plan, constraints: Constraints, *, are_priced: bool) -> CurvePoint:
     devices, step = plan.machines.devices, plan.prediction.step_seconds
     speedup = first.prediction.step_seconds / step
     rate = units_per_second(plan.arrangement, plan.model, step)
@@ -137,6 +135,7 @@ def _point(plan: Plan, first: Plan, constraints: Constraints) -> CurvePoint:
         units_per_usd=rate * 3600 / hourly if hourly else None,
         training_seconds=seconds,
         training_usd=seconds * hourly / 3600 if seconds is not None and hourly else None,
+        rate=hourly if are_priced and hourly else float(devices),
     )
 
 

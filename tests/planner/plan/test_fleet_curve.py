@@ -74,6 +74,15 @@ def test_the_knee_the_fastest_and_the_cheapest() -> None:
     assert without_price.points[0].units_per_usd is None
 
 
+def test_points_with_and_without_a_price_are_compared_by_devices() -> None:
+    # 8.0 s on one device for 3.6 USD an hour, 4.2 s on two of which one has no price: 8.0 < 8.4
+    trials = [
+        Trial(devices=1, plan=plan(1, 8.0)),
+        Trial(devices=2, plan=plan(2, 4.2, price=None)),
+    ]
+    assert curve_of(trials, declared()).best(Objective.COST).devices == 1
+
+
 def test_at_the_knee_shorter_steps_cost_as_much_as_they_save() -> None:
     """Where T = n^-a + b is smooth, the knee is where a step 1 % shorter costs 1 % more."""
     steps = {count: 1 / count + 0.02 for count in range(1, 100)}
