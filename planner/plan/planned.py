@@ -119,7 +119,7 @@ def _check_is_fused(found: Planned) -> None:
     plan, training = found.plan, found.training
     is_wanted = plan.arrangement.compile.fuses_messages
     if is_wanted and not seconds_saved_by_fusing(plan, training.axes, training.layers):
-        why = "in the best layouts, none is beside a product of compiled layers"
+        why = "in the best layouts, none is next to a matrix product of compiled layers"
         raise _not_fused(training.constraints, why)
 
 

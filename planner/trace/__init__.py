@@ -62,8 +62,8 @@ def trace(
 ) -> Graph:
     """Trace one training step, from the batch to the loss; the graph serves every batch size.
 
-    For a 16-bit plan, the buffers that the trace `like` cast to 16 bits are cast here, too. If only
-    the trace in fp32 succeeds, its graph is returned; but this raises if types clash in 16 bits.
+    For a 16-bit plan, the buffers that the trace `like` cast to 16 bits are cast here, too. If types
+    clash in 16 bits, this raises. If the trace in 16 bits fails otherwise, one in fp32 is returned.
     """
     if not precision.is_half:
         return _traced(model_file, batch_size, _ATTEMPTS)
@@ -101,7 +101,8 @@ def _traced(
     for device, dtype in attempts:
         if device == "cpu" and size_bytes > _LARGEST_REAL_BYTES:
             break
-        # If the model decides by values, it may see that it is traced: libraries then avoid that.
+        # If the model decides by values, it is told in a second try that it is traced: libraries
+        # then decide without values.
         for is_noticed in (False, True):
             try:
                 subject = build(

@@ -227,7 +227,7 @@ def _demands(traits: OptimizerTraits) -> Iterator[Declared]:
     if traits.draws:
         why = f"{traits.name} draws random numbers, which copies of a parameter would not share"
         yield _declared("tp", "max_tensor", 1, "at most tp=1", why)
-        yield _declared("copies", "steps_once", True, "no copies that are updated apart", why)
+        yield _declared("copies", "steps_once", True, "one update of each parameter", why)
 
 
 def _declared(name: str, field: str, value: Any, text: str, why: str) -> Declared:

@@ -216,8 +216,8 @@ class DemandOptions(TypedDict, total=False):
     compile: Annotated[str | None, DemandSetting(
         place="compile", field="compile", read=_named(Compile),
         say="compile {value}", metavar="WHAT", example='"layers"',
-        text="layers: torch.compile takes each layer separately; fused: and messages are sent "
-        "beside products; none; default: on GPUs layers or none, whichever is predicted faster",
+        text="layers: torch.compile takes each layer separately; fused: it also sends messages "
+        "during matrix products; none; default: on GPUs layers or none, whichever is faster",
     )]
     float8: Annotated[str | None, DemandSetting(
         place="float8", field="float8", read=_named(Float8),
@@ -228,7 +228,7 @@ class DemandOptions(TypedDict, total=False):
         place="offload", field="offloads", read=_alone(_named(Offload)),
         say="offload {value}", metavar="WHAT", example='"optimizer"',
         text="optimizer: gradients and optimizer states are in host memory, and the CPU does the "
-        "step; outer: those of local steps' outer optimizer; none; default: whichever is better",
+        "step; outer: the same for the outer optimizer; none; default: whichever is better",
     )]
     sync_every: Annotated[int | None, DemandSetting(
         place="choices.sync_every", field="sync_every", read=read_count,

@@ -246,8 +246,8 @@ def _modes(
         if mode not in modes:
             raise InputError(
                 f"compiled layers cannot be recomputed in the mode {mode}",
-                expected=f"one of {', '.join(sorted(modes))}: inductor decides itself what of a "
-                "compiled layer is computed again",
+                expected=f"one of {', '.join(sorted(modes))}: inductor itself decides which ops of "
+                "a compiled layer are recomputed",
                 fix=f"leave out compile={constraints.compile}, or this rule",
             )
         if mode in without:
@@ -316,7 +316,7 @@ def _expected(conflict: Sequence[Declared], *, layers: int, shared: Sequence[str
     if all(one.keeps_lost for one in sent):
         return (
             f"ZeRO 0 or 1, bf16 or fp32, and no offloading with gradients {sent[0].sums}: a rank "
-            "keeps what rounding has lost of all its gradients, which it sends once in a step"
+            "keeps the rounding errors of all its gradients, which it sends once in a step"
         )
     if splits and (chosen.compile or Compile.NONE).takes_layers:
         return "a schedule whose backwards are whole: those of compiled layers cannot be halved"
