@@ -283,10 +283,10 @@ class LayerCost(RankCost):
 
     parameters: int  # elements on this rank
     transient_bytes: int  # peak while the layer runs, in addition to saved_bytes
-    # Of all ops with weights, the one whose backward needs most memory: how far memory then is
-    # above saved_bytes, without the weight's gradient; negative if later ops have freed more.
+    # How far memory is above saved_bytes, without the weight's gradient, in the backward of the op
+    # with weights that needs most memory; negative if later ops have freed more.
     learning_bytes: int = 0
-    learned_gradient_bytes: int = 0  # fp32 bytes of that weight's gradient
+    learned_gradient_bytes: int = 0  # fp32 bytes of the gradient of that op's weight
     early_gradient_bytes: int = 0  # of saved_bytes: gradients that a loss in chunks makes early
     # gradients of weights shared with other layers: later layers made them, earlier ones add theirs
     waiting_gradient_bytes: int = 0

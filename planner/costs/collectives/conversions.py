@@ -111,7 +111,7 @@ def fused_seconds(product_seconds: float, message_seconds: float, *, pieces: int
         T = max(C, M) + min(C, M) ÷ n
 
     C is the product's time, M that of the message, n the number of pieces, which is that of ranks.
-    The first piece of one has none of the other beside it. This is how torch's fused ops work
+    The first piece of one of them runs alone. This is how torch's fused ops work
     (torch/distributed/_symmetric_memory: a stream copies the next piece from another rank while the
     piece before is multiplied). Leaves out that products of a piece run at a lower rate, barriers
     between ranks, and that copies between ranks may be faster or slower than nccl's messages.

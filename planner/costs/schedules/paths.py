@@ -155,8 +155,9 @@ def _closed(
     """Return a chain of GPipe or 1F1B by the closed forms; transfers are on demand.
 
     The chain has all actions of `stage`, and a forward and a backward of each earlier stage. While
-    its first microbatch is in later stages, `stage` runs other forwards; while its last one is,
-    backwards. A 1 in `waits` (forwards, backwards) sends the chain through later stages instead.
+    later stages run its first microbatch, `stage` runs forwards of others; while they run its last
+    one, backwards of others. With a 1 in `waits` (forwards, backwards), the chain has the actions
+    of the later stages instead of these.
     """
     counts = _empty(shape)
     counts[:stage, :2] = 1.0

@@ -69,8 +69,8 @@ def summing(
     divided. Then the ranks of `copies` add up equal parts, by an all-reduce. If ranks keep the
     errors of compression, an all-to-all and an all-gather replace this all-reduce. The
     reduce-scatter then sends fp32; if there are no copies, an all-to-all replaces it. The thin
-    matrices of PowerSGD are summed by all-reduces, and not divided. It is not counted that torch
-    runs the all-reduce of one layer beside the reduce-scatter of the next.
+    matrices of PowerSGD are summed by all-reduces, and not divided. Leaves out that torch runs the
+    all-reduce of one layer beside the reduce-scatter of the next.
     """
     if compression.is_low_rank:
         first = () if parts is None else (timed(Collective.ALL_REDUCE, parts),)

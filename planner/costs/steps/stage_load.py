@@ -35,8 +35,8 @@ class LayerWork:
     """Equal layers in a backward.
 
     `next` is the layer whose backward follows: ZeRO-3 has already gathered it. `beside_bytes` are
-    saved on the host by the nearest layer before that saves there. They are copied to the host
-    during this layer's forward, and back during its backward.
+    what the nearest earlier layer on the host saves there. They are copied to the host during this
+    layer's forward, and back during its backward.
     """
 
     cost: LayerCost

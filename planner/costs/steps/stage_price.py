@@ -200,8 +200,8 @@ def _sharded(loads: Sequence[LayerLoad], groups: DataGroups, microbatches: int) 
 
 
 _CAST_BYTES = 27  # to cast an element: to fp32 (6), scale it (8), clamp it (8), to float8 (5)
-# Of a gathered element that is already in float8. `cast_seconds` counts 5 to cast it in the forward
-# and 3 in the backward, but the forward takes none, and the backward 2 to transpose it.
+# Not moved for an element that is gathered in float8: `cast_seconds` counts 5 bytes in the forward
+# and 3 in the backward, but only 2 are moved, in the backward, to transpose the weight.
 _SPARED_BYTES = 6
 
 

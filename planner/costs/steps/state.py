@@ -1,7 +1,7 @@
 """Sums what a rank holds throughout a step: parameters, gradients, optimizer states.
 
 ZeRO divides them between the shard ranks, and offload moves them to the host's memory. Also tells
-when ZeRO spares nothing, and when no rank can keep the errors of compression.
+when ZeRO saves no memory, and when no rank can keep the errors of compression.
 """
 
 from __future__ import annotations
