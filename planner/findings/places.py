@@ -51,7 +51,7 @@ class _StrideReader:
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.strides: dict[str, int] = {}  # those that are not 0
-        self.found: set[str] = set()  # places that values decide: good for an index alone
+        self.found: set[str] = set()  # places found by values (argsort): right as indices only
         self.used: set[str] = set()
 
     def read(self, op: Op) -> None:
@@ -76,7 +76,7 @@ class _StrideReader:
             self.strides.update(dict.fromkeys(op.outputs, stride))
 
     def _first_stride(self, op: Op) -> int | None:
-        """Return the stride of a tensor that is made of no rows; None: it has other numbers."""
+        """Return the stride of a tensor not computed from rows; None if its numbers have none."""
         made = self.graph.tensors[op.outputs[0]].shape if op.outputs else ()
         if all(size.is_constant for size in made):
             return 0
@@ -88,7 +88,7 @@ class _StrideReader:
         return 0 if is_alike else None
 
     def _stride(self, op: Op) -> int | None:
-        """Return the stride of an op's results, of which an input has one; None if it is used."""
+        """Return the results' stride if an input has one; None if the op uses the input's."""
         kind, arguments = kind_of(op), dict(op.arguments)
         given = [self.strides.get(one, 0) for one in op.inputs]
         other = arguments.get("other")
@@ -161,7 +161,7 @@ _SELECTING = (OpKind.INDEX, OpKind.BAG, OpKind.GROUPED, OpKind.VALUES)
 
 @dataclass(frozen=True, slots=True)
 class _AlongRows:
-    """Tells whether ops work along the rows of a batch; the results of others have their rows."""
+    """Tells which ops work along the rows of a batch."""
 
     graph: Graph
     axes: GraphAxes
@@ -271,7 +271,7 @@ def _borders(dim: Dim) -> Iterator[Extent]:
 
 
 def _order(dim: Dim) -> tuple[int, ...]:
-    """Return how often a dim repeats the sequence of rows; for concatenated dims, of each part."""
+    """Return how often a dim repeats the sequence of rows, for each part of a concatenated dim."""
     if isinstance(dim, Concat):
         return tuple(times for part in dim.parts for times in _order(part))
     times = 1

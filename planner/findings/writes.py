@@ -2,7 +2,7 @@
 
 A layer that is recomputed or wrapped by `fully_shard` works on copies of the inputs that it writes
 to, and returns copies of the results that other code writes to (runtime/model/parts.py). This is
-right only if other code needs the layer's writes in nothing but the layer's results.
+right only if other code sees the layer's writes only in the layer's results.
 
 Also finds attributes that the step of an optimizer or scheduler sets and the forward reads: printed
 code would keep the traced value.

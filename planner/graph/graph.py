@@ -246,7 +246,7 @@ class Graph:
 
 
 def once_per_graph(find: Callable[[Graph], T]) -> Callable[[Graph], T]:
-    """Have a graph remember what a function finds of it: a graph never changes."""
+    """Cache the result of a function in the graph, which never changes."""
 
     @wraps(find)
     def known(graph: Graph) -> T:

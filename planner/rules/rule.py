@@ -74,7 +74,7 @@ Computing = Callable[[OpSizes], Computation]
 
 
 class OpKind(StrEnum):
-    """The kind of an op; the letters of its rule alone do not determine price and printed form."""
+    """The kind of an op: decides what the letters of its rule do not, such as its price."""
 
     OTHER = ""
     CONVOLUTION = "convolution"

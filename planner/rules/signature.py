@@ -18,7 +18,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 from autopar.planner.graph.graph import Graph
 from autopar.planner.graph.ops import ONE, Extent, Op, Ref, Tensor, numel, refs
 
-Tiles = tuple[tuple[Extent, ...], int]
+Tiles = tuple[tuple[Extent, ...], int]  # the sizes of slices that cover a dim, the index of one
 _Given = TypeVar("_Given")
 _Made = TypeVar("_Made")
 _Fixed = ParamSpec("_Fixed")

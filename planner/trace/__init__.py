@@ -62,8 +62,9 @@ def trace(
 ) -> Graph:
     """Trace one training step, from the batch to the loss; the graph serves every batch size.
 
-    For a 16-bit plan, the buffers that the trace `like` cast to 16 bits are cast here, too. If types
-    clash in 16 bits, this raises. If the trace in 16 bits fails otherwise, one in fp32 is returned.
+    For a 16-bit plan, the buffers that the trace `like` cast to 16 bits are cast here, too. If
+    types clash in 16 bits, this raises. If the trace in 16 bits fails for another reason, a trace
+    in fp32 is returned.
     """
     if not precision.is_half:
         return _traced(model_file, batch_size, _ATTEMPTS)
