@@ -85,9 +85,8 @@ def annotated_graph(
 ) -> nx.MultiDiGraph:
     """Return a graph whose nodes are ops, and tensors that no op makes; its edges are tensors.
 
-    An op that reads two results of another has two edges from it.
-
-    The node of a tensor that no op makes (a parameter, an input) has its size in bytes.
+    An op that reads two results of another has two edges from it. Nodes of tensors (parameters and
+    inputs) have their size in bytes.
     """
     found = nx.MultiDiGraph()
     known = {one.name: one for one in ops}

@@ -214,7 +214,7 @@ def _without_rule(graph: Graph) -> tuple[OpLine, ...]:
     )
 
 
-LARGE = 0.05  # the share of a step's bytes from which a missing formula matters
+LARGE = 0.05  # of all moved bytes: ops that move less need no formula
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -245,8 +245,8 @@ def _form(ops: tuple[Op, ...], graph: Graph, axes: GraphAxes | None) -> Hashable
     met_axes: dict[str, Leaf] = {}
 
     def axis(leaf: Leaf) -> Leaf:
-        # The number distinguishes axes of the same name: a concatenation of parts along one axis
-        # can be split, one of parts along two axes of the same name cannot.
+        # The number distinguishes axes of one name: a dim that joins two parts along one axis can
+        # be split, a dim that joins parts along two axes cannot.
         assert axes is not None
         name = f"{axes.names[leaf.name]} {len(met_axes)}"
         return met_axes.setdefault(leaf.name, replace(leaf, name=name))
@@ -291,7 +291,7 @@ class Compile(RowEnum):
 
     takes_layers: bool  # each layer by itself; layers with equal code share the compiled code
     fuses_messages: bool  # messages between tensor ranks are sent while products are computed
-    words: str  # of a plan
+    words: str  # in descriptions of a plan
 
     NONE = "none", False, False, ""
     LAYERS = "layers", True, False, "compiled layers"
@@ -308,9 +308,9 @@ def products_beside(
         scatter_sum   the product whose partial results are summed; its gradient's gather with the
                       product that gives the gradient of the factor
 
-    All ops must be compiled. Products are those by a matrix. A kernel that also adds a bias is not
-    fused; a bias of partial results is added after the sum. Leaves out views between product and
-    message.
+    All ops must be compiled, and the products must be by a matrix. A product whose kernel also adds
+    a bias is not fused; partial results get their bias after the sum. Products with a view between
+    them and the message are left out.
     """
     index = graph.index
     if step.function == "scatter_sum":

@@ -1,4 +1,4 @@
-"""Choices that change the numbers of a training: dtypes, and methods to be allowed by name."""
+"""Choices that change the results of a training: dtypes, and methods to be allowed by name."""
 
 from __future__ import annotations
 
@@ -140,8 +140,8 @@ class Compression(RowEnum):
     buffer_share: float  # of a bucket in fp32: the memory of what is sent, and of rounding
     moved_bytes: int  # for each element, by kernels that round
     is_low_rank: bool  # matrices are sent as products of thin ones
-    words: str  # of a plan
-    sums: str  # in a list of differences
+    words: str  # in descriptions of a plan
+    sums: str  # how data ranks sum gradients, in words
 
     # name, share, keeps what is lost, buffer share, bytes moved, is low rank, words, sums
     NONE = "none", 1.0, False, 0.0, 0, False, "", "in 32 bits"
@@ -234,7 +234,7 @@ class Outer(RowEnum):
     AVERAGE = "average", 1.0, 0.0, 1  # the mean of all parameters: local SGD (Stich, 2019)
 
 
-# Losses of models after 300 steps: as they are without the choice, and with it. The tables of
+# Losses of models after 300 steps, without the choice and with it. The tables of
 # docs/slow-networks.md say how they were trained.
 LEARNT: Mapping[StrEnum, tuple[tuple[str, float, float], ...]] = MappingProxyType(
     {
@@ -263,8 +263,8 @@ LEARNT: Mapping[StrEnum, tuple[tuple[str, float, float], ...]] = MappingProxyTyp
 
 
 def learnt_words(choice: Compression | Outer) -> str:
-    """Say what small models have learnt with a choice, and without it."""
+    """Return a sentence with the losses of small models, with a choice and without it."""
     told = (f"{own:.4f} instead of {whole:.4f} ({name})" for name, whole, own in LEARNT[choice])
-    how = ", with 50 local steps and whole outer steps" if isinstance(choice, Outer) else ""
+    how = ", 50 local steps to each outer step" if isinstance(choice, Outer) else ""
     after = f"Losses of small models after 300 steps{how}"
     return f"{after}: {', '.join(told)}; see docs/slow-networks.md."

@@ -83,7 +83,7 @@ def solve_point(
 
 
 ORIGIN = "the plan"
-_ROWS = 2  # rows of a microbatch; if it is the whole batch, at least one for each tensor rank
+_ROWS = 2  # the most rows of a microbatch
 _TURNS = 2  # microbatches per pipeline rank in a step
 
 
@@ -104,7 +104,7 @@ def whole_constraints(plan: Plan, axes: GraphAxes, layers: Layers) -> Constraint
 def _arrangement(plan: StoredPlan) -> Iterator[Declared]:
     arranged, fixed = plan.arrangement, plan.model.batch.fixed
     is_whole = arranged.data * arranged.microbatches == 1
-    most = max(_ROWS, arranged.tensor) if is_whole else _ROWS
+    most = max(_ROWS, arranged.tensor) if is_whole else _ROWS  # tensor ranks may split whole ones
     rows = arranged.microbatch if fixed is not None else min(arranged.microbatch, most)
     count = min(arranged.microbatches, _TURNS * arranged.pipeline)
     block = rows * arranged.data

@@ -85,8 +85,8 @@ class Curve:
         """The point where cost × time of a step is least.
 
         The knee of Eager, Zahorjan and Lazowska (Speedup versus efficiency in parallel systems,
-        1989), where efficiency ÷ time is greatest. Below it, a step that is 1 % shorter costs less
-        than 1 % more; above it, more.
+        1989), where efficiency ÷ time is greatest. With fewer devices, a step that is 1 % shorter
+        costs less than 1 % more; with more devices, it costs more than that.
         """
 
         def cost_times_seconds(one: CurvePoint) -> tuple[float, int]:

@@ -226,7 +226,7 @@ class StoredPlan:
     model: Model
     machines: PlannedMachines
     objective: str
-    constraints: tuple[Declared, ...]  # of the user and the model; a later one of a place applies
+    constraints: tuple[Declared, ...]  # of user and model; the last of several for a place applies
     arrangement: Arrangement
     stages: tuple[PlannedStage, ...]
     classes: tuple[ClassLayouts, ...]

@@ -81,7 +81,7 @@ def _batch_of(plan: StoredPlan) -> Declared:
 
 
 def barring_constraints(plan: StoredPlan, fixed: Sequence[Declared]) -> tuple[Declared, ...]:
-    """Return the declared constraints that make `fixed` impossible."""
+    """Return the declared constraints that make other ones, `fixed`, impossible."""
     others = {one.place: one for one in fixed}
     barring = [
         one

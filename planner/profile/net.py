@@ -39,7 +39,7 @@ def run_ranks(
     ranks: int,
     timeout_seconds: float = 300.0,
 ) -> None:
-    """Call a function with rank and arguments in `ranks` new processes at once.
+    """Call a function in `ranks` new processes at once, with the rank before the other arguments.
 
     If a collective hangs, this raises after the timeout.
     """

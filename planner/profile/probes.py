@@ -150,7 +150,7 @@ class OperandForm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """An op on one rank, ready to be called, for the `uses` ops and splits of ops with its key."""
+    """An op on one rank, ready to be called; it stands for `uses` ops and splits with its key."""
 
     key: OpKey
     op: Op
@@ -200,7 +200,7 @@ def _splits(op: Op, pricer: OpPricer, degrees: Sequence[int]) -> Iterator[OpSpli
 
 
 def _needs_no_probe(pricer: OpPricer, op: Op, split: OpSplit | None) -> bool:
-    """Whether an op needs no probe: its device time is 0 (a view), or the plain op is not run.
+    """Whether an op needs no probe: it is a view, which takes no time, or ranks do not run it.
 
     For a split table or a split loss, ranks call functions of the runtime, whose time differs from
     the plain op's.

@@ -64,21 +64,21 @@ class CollectiveConstants:
     def all_to_all_share(self, protocol: Protocol) -> float:
         """Return the share of a link's rate that an all-to-all reaches.
 
-        If ranks ask last, the later rank of a pair sends at once, because the earlier one has asked
-        already. Its own request waits behind its data. So the two messages of a pair cross one
-        after another, and the last rank of all sends everything before it receives anything: 1 ÷ 2.
-        This leaves out ranks that come at the same time, and ranks of several pairs that share a
-        link, which may use both of its directions.
+        If ranks send before they ask (`asks_last`), the later rank of a pair sends at once, because
+        the earlier one has asked already. Its own request waits behind its data. So the messages of
+        a pair follow each other, and the last rank of all sends everything before it receives
+        anything: 1 ÷ 2. Leaves out ranks that come at the same time, and pairs that share a link,
+        which may use both of its directions.
         """
         return protocol.fraction * (0.5 if protocol.asks_last else self.all_to_all_fraction)
 
     def ring_share(self, protocol: Protocol, collective: Collective, ranks: int) -> float:
         """Return the share of a link's rate that a ring reaches.
 
-        If ranks ask last, an all-gather of two ranks waits as an all-to-all does. But each sends
-        two halves, and the first half of the earlier rank crosses beside the second half of the
-        later one. So they take the time of 3 halves, not of 2: 2 ÷ 3. More ranks send to one
-        neighbour and ask the other one, on another connection.
+        If ranks send before they ask, an all-gather of two ranks waits as an all-to-all does. But
+        each sends two halves, and the first half of the earlier rank is sent at the same time as
+        the second half of the later one. So they take the time of 3 halves, not of 2: 2 ÷ 3. More
+        than two ranks do not wait: each sends to one neighbour, and asks the other one.
         """
         waits = protocol.asks_last and collective is Collective.ALL_GATHER and ranks == 2
         return protocol.fraction * (2 / 3 if waits else 1)

@@ -197,7 +197,10 @@ def loses_unkept(arrangement: Arrangement) -> bool:
 
 
 def offloads_wrongly(arrangement: Arrangement) -> bool:
-    """Whether local steps would have their optimizer on the host, or other steps an outer one."""
+    """Whether a plan would have the wrong optimizer on the host.
+
+    With local steps only the outer optimizer can be there; other plans have no outer optimizer.
+    """
     offload = arrangement.offload
     return offload.has_states if arrangement.is_local else offload.has_outer
 

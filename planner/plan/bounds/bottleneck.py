@@ -252,7 +252,7 @@ def _placed(curves: _Curves, most: float, others: Sequence[float]) -> int:
 
 
 def _placed_beside(most: float, seconds: float, together: float, ranks: int) -> float:
-    """Return how many repeated layers fit if the ranks' gaps hold all other layers."""
+    """Return how many repeated layers fit if the other layers fill the time that these leave."""
     if not seconds:
         return math.inf
     each = math.floor(most / seconds + _ROUNDING)

@@ -335,10 +335,10 @@ def _at_least(mode: Recompute, fastest: Modes, unsplit: Modes, degree: int) -> L
 
 
 def _most_in_float8(whole: LayerCost, degree: int) -> tuple[tuple[int, int], ...]:
-    """Return the most elements that any layouts gather in float8, with 1 byte each instead of 2.
+    """Return the most elements that are gathered in float8 (1 byte, not 2) in any layouts.
 
-    The fastest layouts do not tell, because layouts differ in which products are in float8. The
-    elements are returned as one weight of 0 rows, which every number of ranks divides.
+    Which products are in float8 depends on the layouts, so those of the fastest are no bound. The
+    elements are returned as one weight with 0 rows, because any number of ranks divides 0.
     """
     elements = sum(size for _, size in whole.float8_weights)
     return ((0, min(elements, whole.parameter_bytes // degree // 2)),)
@@ -347,7 +347,7 @@ def _most_in_float8(whole: LayerCost, degree: int) -> tuple[tuple[int, int], ...
 def _again_seconds(mode: Recompute, modes: Modes) -> float:
     """Return the seconds of recomputation in a mode.
 
-    Waits for the host are left out, because slower layouts hide more of its copies.
+    Waits for copies from the host are left out, because slower layouts may wait less.
     """
     own, plain = modes[mode], modes[Recompute.NONE]
     return own.backward_seconds - own.host_wait_seconds - plain.backward_seconds

@@ -155,7 +155,7 @@ def check_lone_rows(constraints: Constraints, graph: Graph) -> None:
             expected=expected,
             fix="name the dim to squeeze (x.squeeze(-1)), or take a larger global batch",
         )
-    is_replica = constraints.shard == 1 and 1 not in local_steps(constraints)  # of one rank
+    is_replica = constraints.shard == 1 and 1 not in local_steps(constraints)  # each rank is one
     is_one_row = least == 1 or constraints.global_batch == data
     is_lone = (constraints.data == 1 or is_replica) and is_one_row
     if norm is not None and (is_lone or constraints.global_batch == 1):

@@ -70,7 +70,10 @@ def free_cores() -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchTask:
-    """To find the prices that a bound of an arrangement needs; for `OF_LAYOUTS` all its layouts."""
+    """A task for a worker: to find the prices that a bound of an arrangement needs.
+
+    For the bound `OF_LAYOUTS` it only solves layouts.
+    """
 
     inside: LayerKey
     bound_kind: BoundKind
@@ -87,7 +90,7 @@ def tasks_of(item: SearchItem) -> Iterator[SearchTask]:
     known = item.bound_kind if isinstance(item, Variant) else -1
     inside = layer_key(item.arrangement, 0)
     for kind in BoundKind:
-        if kind >= BoundKind.OF_LAYOUTS:  # no rows are priced any more
+        if kind >= BoundKind.OF_LAYOUTS:  # layouts are the same for any number of stages
             inside = replace(inside, is_one_stage=False)
         if kind >= min(known + 1, BoundKind.OF_LAYOUTS):
             yield SearchTask(inside=inside, bound_kind=kind, arrangement=item.arrangement)

@@ -276,7 +276,7 @@ class PriceBook:
         return tuple(rate * bool(modes[Recompute.HOST].host_saved_bytes) for modes in unsplit)
 
     def _offered(self, costs: Modes, inside: LayerKey) -> Modes:
-        """Return a layer's costs; modes on the host cost as `none` if recomputing is as fast."""
+        """Return a layer's costs; if recomputing is as fast, a host mode has those of `none`."""
         if self.host_saving is not HostSaving.IF_FASTER:
             return costs
         again = max(costs[x].backward_seconds for x in costs if x.runs_again and not x.is_on_host)

@@ -66,8 +66,8 @@ class Budget:
 class LinePrice:
     """The price of printed lines, and how time and memory count where lines have a price.
 
-    Take the best layouts if lines are free: all their lines together cost `share` of a microbatch's
-    time. Sums of gradients, once per step, cost 1 ÷ `microbatches` of their time.
+    A line costs so much that all lines of the best layouts without this price would cost `share` of
+    a microbatch's time. Sums of gradients, once per step, cost 1 ÷ `microbatches` of their time.
     """
 
     share: float

@@ -103,7 +103,7 @@ class Chooser:
         return self._divisible[longest]
 
     def last_divisible(self) -> Divisible:
-        """Return the program of divisible layers for its last use."""
+        """Return the program of divisible layers, and forget it: its next use spoils it."""
         program, self._divisible = self.divisible(), {}
         return program
 
