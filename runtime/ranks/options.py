@@ -70,7 +70,7 @@ class Real:
 def times(text: str) -> Fraction:
     """Parse a number of epochs; 0.1 is exactly a tenth.
 
-    Bounds are checked first, because the fraction 1e999999999 would have as many digits.
+    Bounds are checked first, because Fraction("1e999999999") makes a billion digits.
     """
     Real(_LEAST_EPOCHS, MOST_EPOCHS)(text)
     return Fraction(text)
@@ -111,7 +111,7 @@ def folder_or_none(text: str) -> str:
     """Parse the path of a folder, or "none"; a file's name such as kept.json is rejected."""
     if is_named_as_file(text):
         raise ArgumentTypeError(
-            f"{text} is the name of a file, and a folder is asked for; if it is one: {text}/"
+            f"{text} is the name of a file, and a folder is needed; for a folder: {text}/"
         )
     return text
 
@@ -121,7 +121,7 @@ def weights_or_none(text: str) -> str:
     if is_named_as_file(text, except_ending=WEIGHTS_ENDING):
         raise ArgumentTypeError(
             f"{text} is the name of a file, and weights are {WEIGHTS_ENDING} files; "
-            f"if it is a folder: {text}/"
+            f"for a folder: {text}/"
         )
     return text
 
@@ -129,7 +129,7 @@ def weights_or_none(text: str) -> str:
 def local_file(text: str) -> Path:
     """Parse the path of a local file: lines are appended to it, which stores cannot do."""
     if "://" in text:
-        raise ArgumentTypeError(f"{text}: stores add no lines to a file; name one on a disk")
+        raise ArgumentTypeError(f"{text}: stores cannot append to a file; name one on a disk")
     return Path(text)
 
 
@@ -188,12 +188,12 @@ def _filled(read: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 class Option:
-    """An option of scripts; `how` are arguments for argparse.
+    """An option of scripts; `how` has arguments for argparse.
 
-    Its default is the script's constant called `setting`. A script that lacks the constant called
-    `needs` does not offer the option; its value is then `without`. A script without WORKERS has no
-    dataset, one without EVAL_EVERY no evaluation; without BETAS, the model file has its own
-    optimizer. Of --steps and --epochs (`is_length`) only one may be given.
+    `setting` names the script's constant that is the default. `needs` names a constant without
+    which the script has no such option, and the value is `without`. Scripts have no WORKERS without
+    a dataset, no EVAL_EVERY without an evaluation, no BETAS with the model file's own optimizer.
+    `is_length` marks --steps and --epochs, of which only one may be given.
     """
 
     def __init__(
@@ -336,8 +336,8 @@ def _together(options: Namespace, parser: OptionParser, planned: str) -> Namespa
         planned if planned in _HALVES else "bfloat16"
     ):
         parser.error(
-            f"--dtype {options.dtype}: this script is written for {planned}, and float16 alone "
-            "needs a loss that is scaled; plan for it with --precision"
+            f"--dtype {options.dtype}: this script is written for {planned}, and only float16 "
+            "needs loss scaling; plan again with --precision"
         )
     options.dtype = getattr(torch, options.dtype)
     if options.betas is not None:
@@ -366,9 +366,9 @@ def _together(options: Namespace, parser: OptionParser, planned: str) -> Namespa
 
 
 def in_rounds(options: Namespace, sync_every: int) -> Iterator[str]:
-    """Make checkpoints and evaluations follow outer steps, and yield a note for each change.
+    """Round intervals up to multiples of `sync_every`, and yield a note for each change.
 
-    Replicas that take local steps have the same parameters only after an outer step.
+    Checkpoints and evaluations need replicas with equal parameters, as after an outer step.
     """
     for name in ("checkpoint_every", "keep_every", "eval_every"):
         every = getattr(options, name, None)
@@ -376,23 +376,23 @@ def in_rounds(options: Namespace, sync_every: int) -> Iterator[str]:
             rounded = every + -every % sync_every
             setattr(options, name, rounded)
             option = f"--{name.replace('_', '-')}"
-            yield f"note: {option} is {rounded:,}: replicas are alike every {sync_every:,} steps"
+            yield f"note: {option} is {rounded:,}: replicas are equal every {sync_every:,} steps"
 
 
-# options by which the ranks of one training may differ, as places in files may
+# The ranks of a training may have other values of these options, and of paths.
 _OF_ONE_RANK = frozenset({"json", "timeout", "workers"})
 
 
 def check_same_options(options: Namespace, mesh: Mesh) -> None:
-    """Exit if ranks were started with other numbers or switches, which their steps depend on."""
-    kinds = (bool, int, float, tuple, torch.dtype)
-    given = {one.key: getattr(options, one.key) for one in OPTIONS if one.key not in _OF_ONE_RANK}
-    # a place may be given to some ranks alone: it and None are the same text
-    texts = [repr(value) if isinstance(value, kinds) else "" for value in given.values()]
+    """Exit if the ranks have different values of an option that changes their steps."""
+    kinds = (bool, int, float, Fraction, tuple, torch.dtype)
+    compared = [one for one in OPTIONS if one.key not in _OF_ONE_RANK]
+    values = [(getattr(options, one.key), "choices" in one.how) for one in compared]
+    # any other text is a path, which may be given to some ranks alone
+    texts = [repr(one) if is_word or isinstance(one, kinds) else "" for one, is_word in values]
     numbers = [mixed_seed(*text.encode()) for text in texts]
-    for place, rank in differing(numbers, mesh.world, mesh).items():
+    for index, rank in differing(numbers, mesh.world, mesh).items():
         refuse(
-            f"ranks 0 and {rank} were started with different values of "
-            f"--{[*given][place].replace('_', '-')}",
+            f"ranks 0 and {rank} were started with different values of {compared[index].name}",
             fix="start all ranks of a training with the same options and the same script",
         )

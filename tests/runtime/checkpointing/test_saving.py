@@ -126,7 +126,7 @@ def test_checkpoints_follow_outer_steps(
     keeper = _local(tmp_path, mesh, "--checkpoint-every", "6")
     _steps(keeper, range(1, 13))
     assert [one.name for one in checkpoints_in(tmp_path)] == ["step-8"]
-    assert "note: --checkpoint-every is 8: replicas are alike every 4 steps" in (
+    assert "note: --checkpoint-every is 8: replicas are equal every 4 steps" in (
         capsys.readouterr().err
     )
 

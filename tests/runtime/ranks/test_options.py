@@ -5,13 +5,16 @@ from __future__ import annotations
 from argparse import Namespace
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
+from autopar.runtime.ranks import options
 from autopar.runtime.ranks.locations import StorePath
-from autopar.runtime.ranks.options import StartingWeights, read_options
+from autopar.runtime.ranks.mesh import Mesh
+from autopar.runtime.ranks.options import StartingWeights, check_same_options, read_options
 
 
 def read(*words: str, **more: Any) -> Namespace:
@@ -73,6 +76,28 @@ def test_epochs_stand_in_the_place_of_steps(
     with pytest.raises(SystemExit, match="2"):
         read(*words, workers=0)
     assert telling in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "is_compared"),
+    [
+        (("--epochs", "2"), True),
+        (("--last-rows", "drop"), True),
+        (("--data", "synthetic"), True),
+        (("--lr", "0.1"), True),
+        (("--dtype", "float64"), True),
+        (("--workers", "1"), False),
+        (("--metrics", "lines.jsonl"), False),
+    ],
+)
+def test_ranks_may_differ_only_in_options_that_do_not_change_their_steps(
+    words: tuple[str, ...], is_compared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[tuple[int, ...]] = []
+    monkeypatch.setattr(options, "differing", lambda own, *_: given.append(tuple(own)) or {})
+    for one in (words, ()):
+        check_same_options(read(*one, workers=0), cast("Mesh", SimpleNamespace(world=None)))
+    assert (given[0] != given[1]) is is_compared
 
 
 def test_epochs_are_no_option_without_a_dataset(capsys: pytest.CaptureFixture[str]) -> None:
