@@ -138,6 +138,9 @@ Weighed: TypeAlias = tuple[Batch, Tensor]  # a microbatch and the weight of its 
 Example: TypeAlias = Callable[[int], Mapping[str, Any]]
 
 
+_LISTED = 2**16  # row numbers that are Python integers at once: these take 5 times the memory
+
+
 def shuffled(length: int, seed: int, skip: int) -> Iterator[RowPlace]:
     """Yield the positions of all rows without end, in a new order in each epoch.
 
@@ -146,8 +149,9 @@ def shuffled(length: int, seed: int, skip: int) -> Iterator[RowPlace]:
     first, begin = divmod(skip, length)
     for epoch in count(first):
         generator = torch.Generator().manual_seed(mixed_seed(seed, epoch))
-        order = torch.randperm(length, generator=generator).tolist()
-        yield from (RowPlace(epoch, index) for index in order[begin:])
+        order = torch.randperm(length, generator=generator)
+        for some in order[begin:].split(_LISTED):  # type: ignore[no-untyped-call]
+            yield from (RowPlace(epoch, index) for index in some.tolist())
         begin = 0
 
 

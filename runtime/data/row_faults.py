@@ -203,8 +203,8 @@ def _check(batch: Mapping[str, Tensor], axis: Axis, mesh: Mesh) -> None:
     if found:
         others = ", ".join(repr(keys[index]) for index in found)
         refuse(
-            f"ranks that train on the same rows have read others: {others} of their first batch "
-            "differ",
+            f"ranks that train on the same rows have read different ones: {others} of their first "
+            "batch differ",
             fix="let the dataset draw from torch's, Python's or numpy's own generator, which are "
             "seeded for every row, or from one that it seeds by the number of the row",
         )

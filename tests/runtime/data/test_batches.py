@@ -4,6 +4,7 @@ import hashlib
 import io
 import random
 import re
+import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr
 from functools import partial
@@ -18,13 +19,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, random_split
 
-from autopar.runtime.data.batches import (
-    gathered_rows,
-    synthetic_batches,
-)
+from autopar.runtime.data.batches import gathered_rows, shuffled, synthetic_batches
 from autopar.runtime.data.epochs import RowCounts
 from autopar.runtime.data.rows import to_device
 from autopar.runtime.ranks.mesh import ALONE, Mesh, start
+from autopar.runtime.ranks.randomness import mixed_seed
 from tests.runtime.data.reading import read_rows
 from tests.runtime.processes import run_on_ranks
 
@@ -293,7 +292,7 @@ def test_ranks_that_read_other_rows_than_those_that_they_share_are_refused(
     pipeline: int, tensor: int
 ) -> None:
     for told in run_on_ranks(refusal_of_unseeded, 2, pipeline, tensor):
-        assert "have read others: 'y' of their first batch differ" in told
+        assert "have read different ones: 'y' of their first batch differ" in told
 
 
 @pytest.mark.parametrize("is_synthetic", [False, True])
@@ -413,3 +412,15 @@ def test_the_order_of_rows_is_that_of_the_docs() -> None:
         names["step"] = step
         exec(code[1], names)
         assert one[step] + other[step] == names["batch"]
+
+
+def test_the_order_of_many_rows_is_not_held_as_python_integers() -> None:
+    tracemalloc.start()
+    try:
+        order = [place.row for place in islice(shuffled(10**6, seed=3, skip=5), 10)]
+        _, most_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    generator = torch.Generator().manual_seed(mixed_seed(3, 0))
+    assert order == torch.randperm(10**6, generator=generator)[5:15].tolist()
+    assert most_bytes < 8 * 10**6  # of the pointers of a list alone

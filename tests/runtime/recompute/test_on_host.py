@@ -166,6 +166,10 @@ class Watched:
     def __init__(self) -> None:
         self.storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self.given: list[int] = []
+        self.homes: list[weakref.ref[torch.UntypedStorage]] = []
+
+    def bytes_on_host(self) -> int:
+        return sum(own.nbytes() for one in self.homes if (own := one()) is not None)
 
     def bytes_on_device(self) -> int:
         living = {id(own): own for one in self.storages.values() if (own := one()) is not None}
@@ -186,6 +190,7 @@ def watched() -> Iterator[Watched]:
     def given(link: HostLink, elements: int, dtype: torch.dtype) -> Tensor:
         memory = empty(link, elements, dtype)
         found.given.append(memory.data_ptr())
+        found.homes.append(weakref.ref(memory.untyped_storage()))
         return memory
 
     with patch.object(HostLink, "copy", copy), patch.object(HostLink, "empty", given):
@@ -282,6 +287,15 @@ def test_later_steps_use_the_memory_of_the_host_again(watched: Watched) -> None:
     first = len(watched.given)
     gradients(model, (0, 1, ~0, ~1, 2, ~2))
     assert len(watched.given) == first > 0
+
+
+def test_rows_of_other_lengths_do_not_add_up_in_the_memory_of_the_host(watched: Watched) -> None:
+    model, sizes = made(), []
+    save_on_host(list(model.blocks), CPU)
+    for rows in (9, 2, 3, 4, 5, 6, 7, 8):
+        model(torch.ones(rows, ROWS, WIDTH, dtype=torch.float64)).backward()
+        sizes.append(watched.bytes_on_host())
+    assert max(sizes) == sizes[0] > 0
 
 
 def test_parameters_and_what_many_layers_save_stay_on_the_device(watched: Watched) -> None:
