@@ -1,8 +1,8 @@
 """Finds this process's place among the ranks, and the memory and cores that it may use.
 
-The launcher tells the place in environment variables. torchrun and Kubernetes set the variables
-that torch reads. srun, and the mpirun of Open MPI and MPICH, set variables of their own, which name
-neither the first rank's host nor a free port.
+A launcher passes the place in environment variables. torchrun and Kubernetes set those that torch
+reads. srun, and the mpirun of Open MPI and MPICH, set others, which name neither the first rank's
+host nor a free port.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class UnknownPlaceError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launcher:
-    """A launcher, and the names of the variables that it sets; "" for one that it does not set."""
+    """A launcher, and the environment variable that it sets for each fact; "" if it sets none."""
 
     name: str
     start: str  # the command for COUNT ranks
@@ -41,11 +41,11 @@ class Launcher:
     world_size: str
     local_rank: str = ""
     local_world_size: str = ""
-    tasks_of_nodes: str = ""  # used without local_world_size: ranks of each node, as "4(x2),3"
+    tasks_of_nodes: str = ""  # ranks of each node, "4(x2),3"; for launchers without the above
     node: str = ""
     nodes: str = ""
     hosts: str = ""  # the names of all nodes, "gpu[01-04],big"
-    job: tuple[str, ...] = ()  # ids of this start, equal on all its ranks
+    job: tuple[str, ...] = ()  # together they identify this start; equal on all its ranks
 
 
 TORCHRUN = Launcher(
@@ -122,8 +122,8 @@ LAUNCHERS = (
 class ProcessPlace:
     """The place of a process among the ranks, and where the first rank listens.
 
-    `local_rank` and `local_world_size` count the ranks of this machine, `node` is its index. The
-    address is "" if no variable tells it.
+    `local_rank` and `local_world_size` count the ranks of this machine only; `node` is the
+    machine's index. `address` is "" if no variable names it.
     """
 
     launcher: Launcher
@@ -143,9 +143,9 @@ def own_place() -> ProcessPlace:
 
 
 def has_one_device(place: ProcessPlace, variables: Mapping[str, str]) -> bool:
-    """Whether srun, or a wrapper under mpirun, shows this process only its own device."""
-    is_told = any(name in variables for name in _VISIBLE_DEVICES)
-    return is_told and place.launcher is not TORCHRUN
+    """Whether this process may see only its own device, as srun or a wrapper of mpirun does."""
+    are_limited = any(name in variables for name in _VISIBLE_DEVICES)
+    return are_limited and place.launcher is not TORCHRUN
 
 
 def place_in(variables: Mapping[str, str]) -> ProcessPlace:
@@ -194,8 +194,8 @@ def _local(
 ) -> tuple[int, int]:
     """Return this process's local rank and local world size.
 
-    A pod of Kubernetes has no variables for them. Each rank is then taken to be alone on its
-    machine; but if the first rank listens on the loopback address, all share one machine.
+    Kubernetes sets no variables for them. Then each rank is assumed to be alone on its machine,
+    unless the first rank's address is loopback: then all ranks are on one machine.
     """
     is_one_node = is_loopback(variables.get("MASTER_ADDR", ""))
     default_rank, default = (rank, world_size) if is_one_node else (0, 1)
@@ -238,7 +238,7 @@ def _tasks(name: str, variables: Mapping[str, str]) -> list[int]:
 
 
 def _address(launcher: Launcher, variables: Mapping[str, str], *, is_one_node: bool) -> str:
-    """Return the host of the first rank, or "" if no variable tells it."""
+    """Return the host of the first rank, or "" if no variable names it."""
     if given := variables.get("MASTER_ADDR"):
         return given
     if is_one_node:
@@ -254,7 +254,7 @@ def first_host(hosts: str) -> str:
 
 
 def _port(launcher: Launcher, variables: Mapping[str, str]) -> int:
-    """Return the same port on all ranks of a start, and probably another one for another start."""
+    """Return a port: equal on all ranks of a start, and most likely another for another start."""
     words = [variables[name] for name in launcher.job if name in variables]
     if not words:
         return _USUAL_PORT
@@ -303,7 +303,7 @@ def memory_groups(proc: Path = _PROCESS, groups: Path = _CONTROL_GROUPS) -> Iter
 
 
 def usable_cores(proc: Path = _PROCESS, groups: Path = _CONTROL_GROUPS) -> int:
-    """Return how many cores this process may keep busy: its container or job may not have all."""
+    """Return how many cores this process may use; a container or job may not have all of them."""
     if hasattr(os, "sched_getaffinity"):
         every = len(os.sched_getaffinity(0))
     else:
@@ -339,7 +339,7 @@ def _folders(kind: str, proc: Path, groups: Path) -> Iterator[Path]:
 
 
 def _held_bytes(group: Path, used: str, dropped: str) -> int:
-    """Return the used bytes of a group, without cached files; 0 if its files do not tell."""
+    """Return the used bytes of a group, without cached files; 0 if unknown."""
     with suppress(OSError, ValueError, KeyError):
         lines = (group / "memory.stat").read_text(encoding="ascii").splitlines()
         statistics = dict(line.split() for line in lines)

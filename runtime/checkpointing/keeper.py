@@ -250,7 +250,7 @@ class Keeper:
         if origin.model != self._model:
             self._mesh.say("note: the checkpoint is of another model file, but its tensors fit")
         if moment.step >= self.steps:
-            self._mesh.say(f"nothing is left of {self.steps:,} steps (--steps or --epochs)")
+            self._mesh.say(f"all {self.steps:,} steps (--steps or --epochs) are done already")
 
     def _write(self, folder: Location, step: int, *, at_once: bool) -> None:
         """Write a checkpoint: at once, or in the background."""
@@ -311,7 +311,7 @@ class Keeper:
             if self._mesh.rank == 0:
                 remove_old_checkpoints(folder, self._options.keep, self._options.keep_every)
         except OSError as error:
-            self._mesh.say(f"note: older checkpoints are still there ({said(error)})")
+            self._mesh.say(f"note: older checkpoints could not be removed ({said(error)})")
 
     def _tell_failure(self, step: int, failure: str) -> None:
         last = f"step {self._kept_step:,}" if self._kept_step else "none"

@@ -33,11 +33,11 @@ from autopar.runtime.ranks.user_code import CPU_BY_FORMULA
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Broken:
-    """How many of a rank's `every` parameters have nan or inf, and the first of these."""
+    """A rank's parameters with nan or inf."""
 
     count: int
-    every: int
-    first: str
+    every: int  # all of the rank's parameters
+    first: str  # the name of the first that has nan or inf, or ""
 
 
 @torch.no_grad()

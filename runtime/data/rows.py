@@ -229,8 +229,8 @@ def listed_rows(
 
     Exits if the first row does not fit, and prints what the dataset should return. Prints notes if
     this row has other shapes, or entries that the example lacks, and if the dataset has fewer rows
-    than `at_once`, the number that the data ranks train on at once. A `collate` function gets any
-    rows, and whole microbatches, because it pads to the longest row.
+    than `at_once`, the number that the data ranks train on at once. A `collate` function gets rows
+    unchecked, and whole microbatches, because it may pad to the longest row.
     """
     columns, notes = columns_of(example), few(dataset, at_once)
     if collate is not None:

@@ -256,5 +256,5 @@ class Evaluation:
 
 
 def _parts_of(rows: EvaluationRows) -> float:
-    """Return the number of rows over the rows of this rank's microbatch, perhaps a fraction."""
+    """Return how many microbatches of this rank's size hold all rows, perhaps with a fraction."""
     return rows.count / rows.dealer.size

@@ -87,7 +87,7 @@ class _PlainLoss:
 
 
 _NOTHING_COUNTS = (
-    "the loss of its first microbatch is nan in plain PyTorch, too: maybe none of its targets count"
+    "the first microbatch's loss is nan in plain PyTorch, too: perhaps it has no valid targets"
 )
 
 

@@ -165,10 +165,10 @@ class FlatShard:
     bucket: Bucket
     buffer: Tensor
     pieces: tuple[FlatPiece, ...]
-    values: Tensor | None = None  # of all pieces, in the host's memory; None if they are not there
+    values: Tensor | None = None  # of all pieces, in the host's memory; None without offloading
 
     def give_values(self) -> None:
-        """Copy this rank's values from the host, if they lie there, into the buffer.
+        """With offloading, copy this rank's values from the host into the buffer.
 
         They are cast to the buffer's dtype on the host, in the memory of the gradients.
         """

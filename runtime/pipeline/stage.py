@@ -112,8 +112,8 @@ def _copies(model_parts: Sequence[nn.Module], tie: Tie) -> list[tuple[nn.Module,
 class Shapes:
     """The shapes that a stage receives and sends for one microbatch.
 
-    Of a dim that is split over the tensor axis, they have this rank's share. `lengths` are the
-    whole lengths of such dims of the received tensors.
+    A dim that is split over the tensor axis has the size of this rank's share. `lengths` are the
+    whole lengths of such dims in the received tensors.
     """
 
     received: Sequence[torch.Size]
@@ -121,7 +121,7 @@ class Shapes:
     lengths: Sequence[int]
 
 
-# in place of the stages' vote on whether shapes are known, in a dry run, which has no other stages
+# torch's stages vote on whether they know all shapes; a dry run has no other stages to ask
 _VOTE = cast(Tensor, SimpleNamespace(item=lambda: 1))
 ShapesOf: TypeAlias = Callable[[Mapping[str, Any]], Shapes]
 

@@ -153,7 +153,7 @@ def leave_interrupted() -> NoReturn:
 
 
 def tell(verdict: ExitReason) -> None:
-    """Print why this rank leaves, for a thread that ends the process itself."""
+    """Print why this rank leaves; the calling thread then ends the process."""
     _announce(verdict, _room())
 
 

@@ -189,7 +189,7 @@ Location: TypeAlias = Path | StorePath
 def location(text: str) -> Location:
     """Parse a path or URL; exit if it is invalid, or if no installed library reads its store."""
     if not text.strip():
-        refuse("a place has no name", fix="name a file or a folder; is a shell variable not set?")
+        refuse("a path is empty", fix="name a file or a folder; is a shell variable not set?")
     scheme, separator, name = text.partition(_SCHEME)
     if not separator:
         return Path(text)
@@ -260,7 +260,7 @@ def write(to: Location, blocks: Iterable[bytes | memoryview]) -> None:
 
 
 def put(what: Location, place: Location) -> None:
-    """Move a file to its final name, replacing a file or folder there."""
+    """Move a file or a folder to its final name; a file of that name is replaced."""
     if isinstance(what, StorePath):
         what.replace(StorePath(str(place)))
     else:

@@ -94,7 +94,8 @@ def join_streams() -> None:
         os.dup2(_STDOUT, _STDERR)
 
 
-DRY_RUN = "AUTOPAR_DRYRUN"  # RANK/WORLD of a fake world; RANK/WORLD/DEVICE computes on a device
+# An environment variable: RANK/WORLD in a fake world, or RANK/WORLD/DEVICE to compute on a device.
+DRY_RUN = "AUTOPAR_DRYRUN"
 # The time limit of a message: this many times the limit of a step, and at least half an hour. The
 # watch over steps (checkpointing/watch.py) knows more about a hang, so its limit should pass first.
 _STEPS_OF_MESSAGE = 4
@@ -142,9 +143,9 @@ class Mesh:
         return self.shard if self.sync_every else self.data
 
     def is_alike(self, step: int) -> bool:
-        """Whether all replicas have the same parameters after a step; not for the last step.
+        """Whether all replicas have the same parameters after a step that is not the last.
 
-        With local steps they differ between two outer steps.
+        With local steps they differ between two outer steps. The last step averages them.
         """
         return not self.sync_every or step % self.sync_every == 0
 
@@ -177,7 +178,7 @@ def start(
     message_timeout = max(_STEPS_OF_MESSAGE * timedelta(seconds=timeout), _LEAST_TIMEOUT)
     owns_processes = not dist.is_initialized()
     if owns_processes:
-        # ranks wait so long for each other at the start; their imports take time, too
+        # how long to wait for the other ranks, which may still be importing modules
         is_set = timeout > 0
         patience = max(timedelta(seconds=timeout), _LEAST_START) if is_set else default_pg_timeout
         _join(needed, patience)

@@ -44,7 +44,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """Values that JSON has by their names; `words` say what they are."""
+    """The values that a field may have, by their names in JSON; `words` describe them."""
 
     words: str
     values: Mapping[str, Any]
@@ -118,7 +118,7 @@ def _made_dataclass(kind: Any, value: Any, where: str) -> Any:
     asked = _fields_of(kind)
     for name in value:
         if name not in asked:
-            raise NotARecordError(f"{_inside(where, name)}: no field is called so")
+            raise NotARecordError(f"{_inside(where, name)}: there is no such field")
     for name, (_, has_default) in asked.items():
         if name not in value and not has_default:
             raise NotARecordError(f"{_inside(where, name)} is missing")
@@ -254,12 +254,11 @@ class Metrics:
         refuse_no_file(self._path, option="--metrics", fix=fix, beside=beside)
         try:
             if self._path.exists() and not _has_metrics(self._path):
-                found = f"--metrics: {self._path} has no lines of metrics, and none are added to it"
+                found = f"--metrics: {self._path} has no lines of metrics, so it is left alone"
                 refuse(found, fix=fix)
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.open("ab") as file:
-                # the last line was cut by a kill
-                if file.tell() and not _ends_in_a_line(self._path):
+                if file.tell() and not _ends_in_a_line(self._path):  # cut by a kill
                     file.write(b"\n")
         except OSError as error:
             refuse(f"nothing can be written to {self._path}: {error.strerror}", fix=fix)

@@ -144,7 +144,7 @@ _DRAWING = frozenset(
         torch._standard_gamma,
     }
 )  # fmt: skip
-# functions that count random events; each returns 1
+# functions whose results are random counts; each returns 1
 _COUNTING = frozenset(
     {
         torch.bernoulli, Tensor.bernoulli, Tensor.bernoulli_, Tensor.geometric_, torch.binomial,

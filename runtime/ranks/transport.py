@@ -44,7 +44,7 @@ def summed(x: Tensor, axis: Axis) -> Tensor:
 
 
 def near(x: Tensor, axis: Axis) -> Tensor:
-    """Return a tensor, copied to the GPU if it has to be sent by nccl and lies on the host."""
+    """Return a tensor; one on the host that nccl has to send is copied to the GPU."""
     is_far = not x.is_cuda and axis.size > 1 and dist.get_backend(axis.group) == "nccl"
     return x.cuda() if is_far else x
 
@@ -136,10 +136,8 @@ def started_gather(flat: Tensor, axis: Axis) -> dist.Work | None:
     return work
 
 
-_MOST_COPIES = 2  # under way to the host at once: each still takes memory of the device
-
-
-_MOST_ADDED = 2**23  # elements added to a sum at once; the host holds these twice
+_MOST_COPIES = 2  # under way to the host at once: until then each takes memory of the device
+_MOST_ADDED = 2**23  # elements added to a sum at once: so many exist twice on the host
 
 
 class HostLink:
@@ -150,7 +148,7 @@ class HostLink:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # under way: the event at a copy's end, and what to do then
+        # of each copy under way: the event at its end, and what to call then
         self._copies: deque[tuple[Any, Callable[[], object]]] = deque()
 
     @cached_property
@@ -347,7 +345,7 @@ def replicas_apart(mesh: Mesh) -> Axis:
 
 
 def every_rank(value: Any, axis: Axis) -> list[Any]:
-    """Return the value of every rank of an axis, on all of them. Equal values become one object."""
+    """Gather every rank's value on all ranks of an axis. Equal values become one object."""
     if axis.size == 1:
         return [value]
     found: list[Any] = [None] * axis.size
@@ -357,9 +355,9 @@ def every_rank(value: Any, axis: Axis) -> list[Any]:
 
 
 def differing(numbers: Sequence[int], axis: Axis, mesh: Mesh) -> dict[int, int]:
-    """Return the first rank of an axis with another number than its rank 0, by number's index.
+    """Return, by index, the first rank of an axis whose number there differs from rank 0's.
 
-    Every rank gives as many numbers. A dry run has one process, and so no differences.
+    All ranks give equally many numbers. A dry run has one process, and so no differences.
     """
     if axis.size == 1 or mesh.is_dry_run:
         return {}

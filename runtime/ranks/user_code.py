@@ -279,8 +279,8 @@ def refuse_changes(model_file: ModuleType, names: Iterable[str], digest: str) ->
     found = _changed(model_file, names, digest)
     if found:
         refuse(
-            f"{found[0]}, and the script has forwards of its old classes",
-            fix="plan again with `autopar plan`; where no forward has changed, set MODEL_DIGEST in "
+            f"{found[0]}, and the script contains forwards of the old classes",
+            fix="plan again with `autopar plan`; if no forward has changed, set MODEL_DIGEST in "
             f'the script to "{found[1]}"',
         )
 
@@ -305,8 +305,8 @@ def note_device(planned: str, mesh: Mesh) -> None:
     is_elsewhere = not planned.startswith("cpu") and mesh.device.type == "cpu"
     if is_elsewhere and not mesh.is_dry_run:
         mesh.say(
-            f"note: the plan is for {planned}, and this is a CPU: losses will be as there, times "
-            "and memory will not"
+            f"note: the plan is for {planned}, and this is a CPU: it computes the same losses, but "
+            "times and memory differ"
         )
 
 
@@ -325,16 +325,17 @@ def check_same_optimizer(optimizer: Optimizer, mesh: Mesh) -> None:
     names = sorted({name for group in groups for name in group})
     kind = {"classes": type(optimizer).__qualname__, "groups": [[*one] for one in groups]}
     settings = {name: [_plain(group.get(name)) for group in groups] for name in names}
-    for facts in (kind, settings):  # only of equal groups each rank has as many settings
+    # groups come first: only if they are equal do all ranks have equally many settings
+    for facts in (kind, settings):
         own = [mixed_seed(*repr(fact).encode()) for fact in facts.values()]
         for axis in (mesh.data, mesh.tensor):
             others = [[*facts][place] for place in differing(own, axis, mesh)]
             if others:
                 refuse(
-                    "build_optimizer() of the model file makes other optimizers in each process: "
+                    "build_optimizer() of the model file makes different optimizers on the ranks: "
                     f"{', '.join(others)} differ",
-                    fix="let it make the same on every rank: nothing of it may depend on the "
-                    "process, its environment or the clock",
+                    fix="let it make the same on every rank: it may not depend on the process, its "
+                    "environment or the clock",
                 )
 
 

@@ -30,7 +30,7 @@ _OF_NUMBERS = frozenset(
     {"float", "double", "half", "bfloat16", "to", "type", "mul", "multiply", "div", "divide"}
     | {"true_divide", "tanh", "__mul__", "__rmul__", "__truediv__"}
 )
-_ABOUT = frozenset(  # functions that ask about a tensor, not for its values
+_ABOUT = frozenset(  # functions that read properties of a tensor, not its values
     {"__get__", "size", "dim", "numel", "stride", "is_floating_point", "is_complex"}
     | {"register_hook", "__hash__", "__len__", "element_size"}
 )

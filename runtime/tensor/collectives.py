@@ -21,9 +21,9 @@
     first_gradient R → I    nothing                   gradient on rank 0, zeros else
 
 `parts` says how a dim is cut (see slices.py); by default it is one part with blocks of one element.
-If a dim is gathered without `parts`, its whole length must be found. slices.py takes a length that
-this forward cut or the stage received, and of which this rank's share is as long as x. If none
-fits, all ranks are assumed to hold equally many elements.
+To gather a dim without `parts`, slices.py looks for its whole length among those that this forward
+has cut or the stage has received: one of which this rank's share is as long as x. If there is none,
+all ranks are assumed to hold equally many elements.
 """
 
 import os

@@ -87,9 +87,9 @@ RECEIVED = "received_lengths"  # a stage module's attribute with the lengths of 
 
 @dataclass(slots=True)
 class _Running:
-    """The lengths of the forward that runs now; torch.compile reads no context variables."""
+    """The whole lengths known in the current forward; torch.compile reads no context variables."""
 
-    known: dict[int, None] | None = None  # lengths; None until a model with `begin_anew` runs
+    known: dict[int, None] | None = None  # a set in order; None until a `begin_anew` model runs
 
 
 _RUNNING = _Running()
@@ -129,7 +129,7 @@ def cut_of_share(local: int, axis: Axis, device: torch.device) -> Cut:
 
 
 def remembered() -> Callable[[], Any]:
-    """Return a context that restores the lengths known now, for a recomputed layer."""
+    """Return a function that makes a context in which a recomputed layer knows these lengths."""
     known = None if _RUNNING.known is None else dict(_RUNNING.known)
 
     @contextmanager

@@ -171,7 +171,7 @@ def _checkpoints() -> Iterator[tuple[str, Case]]:
         ("origin: 3 is not an object", {"origin": 3}),
         ("origin.degrees: 'dp\\n2' is not a line", {"origin.degrees": "dp\n2"}),
         ("files: their names are not those of ranks", {"files": {}}),
-        ("no field is called so", {"moment.mine": 1}),
+        ("there is no such field", {"moment.mine": 1}),
         ("tensors: [] is not an object", {"tensors": []}),
         ("no number that an", {"scalars": {"state/step/x": {"value": 1, "dtype": "load"}}}),
         ("no weight of this name and", {"exported": {"x": {"dtype": "F32", "aliases": []}}}),

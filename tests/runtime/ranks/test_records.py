@@ -54,7 +54,7 @@ def test_values_come_as_their_fields_have_them() -> None:
         ({"inner": {"a": 3}}, "inner.a: 3 is not an object"),
         ({"inner": {"a\nb": {"pair": [1]}}}, "inner.a\\nb.pair: [1] is not a list of 2"),
         ({"rows": [[1, -1]]}, "rows.0.1: -1 is not 0 or more"),
-        ({"mine": 1}, "mine: no field is called so"),
+        ({"mine": 1}, "mine: there is no such field"),
     ],
 )
 def test_a_wrong_value_is_told_with_its_place(edits: dict[str, Any], told: str) -> None:
