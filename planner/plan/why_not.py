@@ -24,6 +24,9 @@ from autopar.planner.plan.telling.explanation import StepPart, part_seconds
 from autopar.planner.precision import Compression
 
 _NOTHING_SECONDS = 1e-9  # smaller differences are rounding
+# What listed plans differ in (`kind_of` in search/assembly.py). Of plans that differ in other pins
+# alone, only the best is listed.
+_LISTED = frozenset({"pipeline", "data", "tensor", "zero_levels", "schedules", "stages_per_rank"})
 
 # Returns the best plan under constraints, or a text that says why there is none.
 SolvePoint = Callable[[StoredPlan, Constraints], RunnerUp | str]
@@ -55,7 +58,8 @@ def why_not(plan: StoredPlan, pins: Constraints, solve_point: SolvePoint | None 
     barring = barring_constraints(plan, fixed)
     fastest = () if plan.fastest is None else (plan.fastest,)
     known = [one for one in (*fastest, *plan.runners_up) if _has(one.arrangement, pins)]
-    if known and not barring:
+    are_all_listed = {one.field for one in pins.declared} <= _LISTED
+    if known and are_all_listed and not barring:
         best = min(known, key=lambda one: one.step_seconds)
         return answer(*_compared(plan, best), alternative=best)
     barred = _barred(barring)

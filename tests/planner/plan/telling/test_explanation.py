@@ -178,6 +178,16 @@ def test_why_not_compares_with_the_best_runner_up_and_names_what_decides() -> No
     assert "−20 MiB" in told
 
 
+@pytest.mark.parametrize("wanted", ["shard=1", "microbatch=1"])
+def test_why_not_asks_the_solver_if_a_better_plan_with_the_pins_may_not_be_listed(
+    wanted: str,
+) -> None:
+    listed = runner_up(arrangement=arrangement(data=1, tensor=2, shard=1, microbatch=1))
+    faster = runner_up(step_seconds=0.011)
+    plan = small_plan(runners_up=(listed,))
+    assert why_not(plan, pins(wanted), lambda *_: faster).alternative == faster
+
+
 def test_why_not_asks_the_solver_for_what_is_not_known() -> None:
     asked: list[Constraints] = []
 
