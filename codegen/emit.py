@@ -1,4 +1,4 @@
-"""Writes the script of a plan, alone or in a folder that does not need autopar."""
+"""Writes a plan's script, alone or in a folder that runs where autopar is not installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turns a plan into its subject: the loaded model file, its modules, and its printed source."""
+"""Loads a plan's model, and prints the forwards that the plan changes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from autopar.planner.precision import Precision
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedSubject:
-    """A plan's model file, graph, modules, axes and layers, and the source printed for them."""
+    """A plan's model (file, graph, modules, axes, layers), and the forwards printed for it."""
 
     file: ModelFile
     graph: Graph
@@ -54,7 +54,7 @@ class PlannedSubject:
 class BuiltModel:
     """A loaded model file, and the model that it builds, on the meta device.
 
-    `parts` are the axes and layers of its graph, if the graph is known before the plan.
+    `graph` is the model's trace, `parts` are its axes and layers; None: only the plan has them.
     """
 
     file: ModelFile
@@ -75,9 +75,9 @@ class BuiltModel:
 def subject_of(
     plan: Plan, folder: Path, cache: Cache = NO_CACHE, built: BuiltModel | None = None
 ) -> PlannedSubject:
-    """Return a plan's subject; a relative model file lies in the working directory or `folder`.
+    """Load a plan's model; a relative path is looked up in the working directory, then `folder`.
 
-    `built` is the model of the plan's file, if it is built already.
+    `built` is the model, if it is built already.
     """
     if built is None:
         built = BuiltModel.of(planned_file(plan, folder))
@@ -106,7 +106,7 @@ def subject_of(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Traced:
-    """A traced model as a cache's key: equal for the same file, arguments and precision."""
+    """A key of lru_cache for a traced model: its file, arguments and precision."""
 
     path: Path
     facts: Model
@@ -141,11 +141,7 @@ def _on_other_lengths(model: _Traced) -> Graph | None:
 
 @lru_cache(maxsize=16)
 def _traced_on_other_lengths(model: _Traced) -> Graph | None:
-    """Return the graph for rows of other lengths, cached for all plans of a model.
-
-    Finding the graph takes another trace, and `dryrun`, `verify` or a program that plans for
-    several machines may print several scripts of one model.
-    """
+    """Trace the model on rows of other lengths, once for all its plans and scripts."""
     question = (model.path, model.facts, model.precision, model.fixed_batch)
     known = lengths_found(model.cache, question)
     if known is not None:
@@ -163,9 +159,9 @@ def _traced_on_other_lengths(model: _Traced) -> Graph | None:
 def lengths_process(question: Question, spec: str, cache: Cache) -> BaseProcess:
     """Start a process that traces a model on rows of other lengths while a plan is searched for.
 
-    The process is a fork, so it has torch and the libraries of the model. It writes the graph that
-    it finds to the cache, for plans whose scripts need it. It first waits 2 s, in which short
-    searches end.
+    The process is a fork, so it has torch and the libraries of the model. It puts the graph into
+    the cache, where printing the script looks for it. It first waits 2 s: most searches end
+    earlier.
     """
     process = get_context("fork").Process(
         target=_trace_other_lengths, args=(question, spec, cache), daemon=True
@@ -238,8 +234,9 @@ def evaluation_notes(subject: PlannedSubject) -> Iterator[str]:
     yield from absent_notes(subject)
     if names:
         yield (
-            f"evaluations run {', '.join(names)} as in training, but for dropout and batch norms: "
-            "the forward asks self.training, and the code printed here has only that branch."
+            f"evaluations run {', '.join(names)} as in training (without dropout, batch norms with "
+            "running statistics): the model's forward has `if self.training`, and the forward "
+            "printed here has only the branch for training."
         )
 
 
@@ -247,7 +244,7 @@ def absent_notes(subject: PlannedSubject) -> Iterator[str]:
     """Yield a note on the model's outputs that metrics() cannot use, if there are any."""
     if subject.opened.absent:
         yield (
-            f"metrics() cannot use {', '.join(subject.opened.absent)}. A script that contains code "
-            "of the model only has outputs on which the loss depends, and only those that reach "
-            "the code of the loss, in tuples, dicts, dataclasses and namedtuples."
+            f"metrics() cannot use {', '.join(subject.opened.absent)}. A forward printed in a "
+            "script computes only outputs that the loss reads, and returns them only in tuples, "
+            "dicts, dataclasses and namedtuples."
         )

@@ -1,1 +1,1 @@
-"""Prints readable PyTorch for the classes that a split changes, from the ops of their graph."""
+"""Prints forwards of the model's classes that a plan changes, from the ops of their graph."""

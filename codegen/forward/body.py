@@ -68,7 +68,7 @@ def rewritten(op: Op, body: AvailableValues) -> SourceForm | None:
 
 
 def _squeezed(op: Op, body: AvailableValues) -> SourceForm:
-    """Print a squeeze of named dims only: a shard may have size one in a dim that must stay."""
+    """Print a squeeze with its dims: without them it would drop a split dim of a one-wide shard."""
     shape = body.graph.tensors[op.inputs[0]].shape
     given = argument(op, "dim")
     asked = given if isinstance(given, tuple) else range(len(shape)) if given is None else (given,)
@@ -126,8 +126,8 @@ def share_of(op: Op, mean: SourceForm, body: AvailableValues) -> SourceForm:
 def late_bias(op: Op, body: AvailableValues) -> str | None:
     """Return the bias of a row-parallel linear, if it may be added after the sum over ranks.
 
-    Added before, it would count once for each rank. Each rank's gradient of the bias is made from
-    its gradient of the sum, so either both are whole, or both are partial sums.
+    Added before the sum, it would count once for each rank. Its gradient is computed from the
+    sum's gradient, so both must be whole, or both partial sums.
     """
     bias = op.argument("bias") if op.target == "aten.linear.default" else None
     if not isinstance(bias, Ref) or body.split.made(op.outputs[0]).kind is not LayoutKind.PARTIAL:

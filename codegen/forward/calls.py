@@ -228,7 +228,7 @@ def _needs(function: FunctionCall, ops: Sequence[Op], body: AvailableValues) -> 
 
 
 def _like(name: str, body: AvailableValues, *, needs_sizes: bool) -> str | None:
-    """Return an available value that has a tensor's dtype, and with `needs_sizes` its sizes."""
+    """Return an available value of a tensor's dtype and, with `needs_sizes`, of its shape."""
     tensors = body.graph.tensors
     if name not in tensors:
         return None

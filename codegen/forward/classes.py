@@ -132,10 +132,7 @@ def forward(
 
 
 def _annotated(module: Module, split: SplitGraph) -> Module:
-    """Return a module whose forward declares tensors as such, if every call of its class shows it.
-
-    Many authors leave annotations out.
-    """
+    """Annotate unannotated arguments as Tensor where every call of the class passes a tensor."""
     modules = split.modules
     calls = [c for c in split.graph.calls.values() if _home(c.path, modules) == module.home]
     given = [dict(bound(modules[c.path], c.arguments, c.keywords)) for c in calls]
@@ -278,7 +275,7 @@ def described(opening: Opening, path: str) -> str:
     base = split.modules[path].class_name
     listed = [name for name in names or summed if name and not name[0].isdigit()]
     if not listed:
-        return f"{base} as the plan needs it."
+        return f"{base} with a forward that the plan changes."
     if len(listed) > 4:
         listed = [*listed[:3], "more"]
     words = listed[0] if len(listed) == 1 else f"{', '.join(listed[:-1])} and {listed[-1]}"

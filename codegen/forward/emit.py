@@ -166,7 +166,7 @@ def _applied(split: SplitGraph, sources: Sequence[str]) -> Iterable[Imported]:
 
 
 def _check_own_gradients(opening: Opening) -> None:
-    """Raise if code that must be printed changes or takes gradients: the graph lacks such calls."""
+    """Raise if code to print computes or changes gradients itself: the graph lacks such calls."""
     for own in opening.split.graph.own_gradients:
         if own.call in opening.printed and own.use is not GradientUse.KEPT:
             what = "the loss" if own.call == LOSS else own.call or "the model"

@@ -97,7 +97,7 @@ def printed_divisor(split: SplitGraph, tree: CallTree) -> str | None:
     several = bool(split.weighed)
     result = call("torch.stack", joined(tuple(values)), keywords=last) if several else values[0]
     head = f"def {DIVISOR}({_COUNTS}: Tensor, {_PARTS}: float) -> Tensor:"
-    does = "Return what the loss divides by, for counts over several parts of a batch."
+    does = "Return the divisor of the loss, from counts summed over `parts` parts of a batch."
     lines = written(builder.body(result), builder.owner, indent=4)
     return function_source([head], does, lines)
 

@@ -54,7 +54,7 @@ class ToolFacts:
     stages: tuple[BlockStage, ...]
     between: tuple[str, ...]  # layers between two blocks, where tools have none
     modes_outside: tuple[tuple[str, Recompute], ...]  # of layers outside the blocks
-    saves_on_host: bool  # whether blocks save tensors on the host; the modes here leave that out
+    saves_on_host: bool  # whether blocks save tensors on the host, which `modes` do not say
     whole_weights: tuple[str, ...]
     crossing: tuple[str, ...]  # the split axes of activations between blocks; "" for whole ones
     known: tuple[RunnerUp, ...]  # other plans, whose step times are known

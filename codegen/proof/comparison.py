@@ -313,9 +313,9 @@ def times_as_far(
 ) -> dict[str, float]:
     """Return the relative distances from fp32: of each tensor, of all together, and of the losses.
 
-    Plain PyTorch may happen to be exact in one tensor. Its distance there is therefore increased by
-    its average error for a tensor that moves as far. Tensors with few elements are dominated by
-    chance, so they only count in the distance of all together.
+    Plain PyTorch may happen to be exact in one tensor. Therefore its average error, scaled by how
+    far training moves the tensor, is added to its distance. Tensors with few elements are dominated
+    by chance, so they only count in the distance of all together.
     """
     ends = with_losses(single.final, single.losses)
     far, missed = _distances(found, ends), _distances(with_losses(half.final, half.losses), ends)

@@ -57,7 +57,7 @@ class DrawRecorder(TorchDispatchMode):
     def __init__(self, unseeded: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.unseeded = unseeded
-        self.seen: list[tuple[nn.Module | None, NotedDraw]] = []  # and whose code draws
+        self.seen: list[tuple[nn.Module | None, NotedDraw]] = []  # with the module whose code draws
 
     def __torch_dispatch__(
         self,

@@ -1,4 +1,4 @@
-"""A training as a person would write it for one device, in plain PyTorch.
+"""Trains a model file on one device as a person would write it in plain PyTorch.
 
 It uses the runtime only for seeds, for the numbering of random draws (`plain_model`), and to read
 streamed or collated rows. Faults in the rest of the runtime therefore show as differences. Rows
@@ -183,7 +183,7 @@ def batches_of(file: ModelFile, task: Task) -> Iterator[Batch]:
 
 
 def cast_model(model: nn.Module, task: Task) -> nn.Module:
-    """Cast a model to a task's dtype, as far as scripts do, and return it.
+    """Cast a model to a task's dtype as scripts do, and return it.
 
     In 16 bits, norms with running statistics and most buffers keep their dtypes. In float64,
     complex tensors become complex128.

@@ -1,7 +1,7 @@
 """Trains a model file in 16 bits with plain PyTorch and fp32 masters, like a 16-bit script.
 
-Products of a plan in float8 are in float8 here, too, by torchao. The same training in fp32, without
-float8, is the reference for both.
+If the plan multiplies in float8, so does this training, with torchao. The training and the script
+are both compared with the same training in fp32, without float8.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Averages gradients in one process like data ranks that send them in fewer bits.
 
-Written from the description of the format, not with the runtime's code. Each rank's share of the
-loss is not taken from the runtime either. It is solved for: the ranks' gradients, times their
-shares, must add up to the gradients of all rows.
+It is written from the description of the format and uses no code of the runtime. Each rank's share
+of the loss is solved for: the ranks' gradients times their shares must add up to the gradients of
+all rows.
 """
 
 from __future__ import annotations
@@ -116,13 +116,10 @@ def _held(one: Parameter, layout: Layout, axes: GraphAxes, tensor: int) -> Itera
 
 @dataclass(slots=True)
 class SentGradients:
-    """The gradients of a training whose data ranks compress them, and what they have lost so far.
-
-    What ranks have lost is kept by parameter, shard, and the first of the ranks that compress
-    together. What rounding has lost of means is kept by parameter and shard.
-    """
+    """Averages gradients as data ranks do that compress them and carry the errors forward."""
 
     sums: SentSums | None
+    # errors to add next time: of ranks, by parameter, shard and first rank of a sum; and of means
     _lost: dict[tuple[str, int, int], Tensor] = field(default_factory=dict)
     _lost_of_means: dict[tuple[str, int], Tensor] = field(default_factory=dict)
     _bases: dict[tuple[str, int], Tensor] = field(default_factory=dict)  # of PowerSGD
@@ -193,13 +190,13 @@ class SentGradients:
 
 
 def _wave(rows: int, like: Tensor) -> Tensor:
-    """Return a matrix with the cosines of the products of row and column, both counted from 1."""
+    """Return the matrix cos(row · column), with rows and columns counted from 1."""
     first = torch.arange(1, rows + 1, dtype=like.dtype)
     return torch.cos(first[:, None] * torch.arange(1, _RANK + 1, dtype=like.dtype))
 
 
 def _orthonormal(matrix: Tensor) -> Tensor:
-    """Make columns orthonormal one by one; `_wave` replaces those that earlier ones span."""
+    """Make columns orthonormal one by one; `_wave` replaces a column that earlier ones span."""
     columns: list[Tensor] = []
     for own, wave in zip(matrix.T, _wave(len(matrix), matrix).T, strict=True):
         for candidate in (own, wave):

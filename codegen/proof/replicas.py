@@ -1,4 +1,4 @@
-"""What one process needs to play all replicas: the rows of each, and the outer step."""
+"""Plays in one process what replicas with local steps do: their rows, and their outer steps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from autopar.planner.findings.loss import Follows, loss_of_parts
 from autopar.planner.plan.plan import Plan
 from autopar.runtime.optimizer.outer import parts_of_model
 
-STEPS_COMPARED = 2  # local steps for each part of the model, so that outer steps are seen
+STEPS_COMPARED = 2  # local steps per part of the model: few, so that outer steps come soon
 
 
 def short_round(parts: int, delay: int) -> tuple[int, int]:

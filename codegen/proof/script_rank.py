@@ -257,8 +257,8 @@ def _exactly(function: Callable[..., Tensor], dtype: torch.dtype) -> Callable[..
 def imported(path: Path) -> ModuleType:
     """Import a script by path, with evaluation and export turned off.
 
-    Python takes compiled code of a file for current if size and second of the file are the same; a
-    script may be written twice in a second.
+    The script is compiled here, because Python's cache of compiled files only notices changes of
+    size or second, and a script may be written twice in a second.
     """
     module = ModuleType(NAME)
     module.__file__ = str(path)

@@ -1,7 +1,4 @@
-"""Turns a plan into a script: a view with every decision, its templates, and a check of the text.
-
-This file has the views. Each part of a script has a view and a template.
-"""
+"""Turns a plan into a script. This file has the views: the values that each template prints."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ def lines(settings: Iterable[ScriptSetting]) -> Source:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadView:
-    """Everything above the first function, and the classes (train.py.j2)."""
+    """The script from its docstring to its last class (train.py.j2)."""
 
     docstring: Source
     model_imports: Source
@@ -44,12 +41,12 @@ class HeadView:
 class ScriptTables:
     """The constants after the classes, in the script's order; an unneeded one is empty."""
 
-    own_rows: Source  # keys of the batch
-    classes: Source  # printed classes, which replace those of modules
-    splits: Source  # of parameters
+    own_rows: Source  # keys of the batch of which a tensor rank gets only its own rows
+    classes: Source  # modules, and the printed classes that replace theirs
+    splits: Source  # how tensor ranks split parameters
     replicated: Source  # parameters whose gradients tensor ranks add up
     writing: Source  # layers that write to memory that other code reads
-    layers: Source  # what else the plan does with layers
+    layers: Source  # which layers are gathered alone, compiled or recomputed
     unread: Source  # parameters that the loss does not depend on
     once: Source  # buffers that are written once a step, not in each microbatch
     half_buffers: Source
@@ -68,7 +65,7 @@ class BuildView:
     """The function that builds a rank's modules (build.py.j2)."""
 
     is_pipelined: bool
-    built: str  # the variable that is wrapped: the model, or a part of it
+    built: str  # the variable that wrap() gets: "model", or "part" in a pipeline
     float8: Source  # the call that lets linear layers multiply in float8, or ""
     compiling: Source  # the call that compiles layers with torch.compile, or ""
     recomputations: tuple[Source, ...]  # the calls that recompute layers, or save on the host
@@ -83,14 +80,14 @@ class StepView:
     is_pipelined: bool
     model_class: Source
     model_arguments: Source
-    axis_argument: Source
+    axis_argument: Source  # the parameter `tensor` of loss_of(), if tensor ranks split the loss
     axis_value: Source
     loss: Source
-    loss_is_given: bool  # the model's outputs have the loss
+    loss_is_given: bool  # the model returns its loss
     counting: Source  # the function that counts a batch's targets
     waits_for_last: Source  # a comment on work that waits for the last microbatch
     scales_loss: bool  # fp16
-    scaling: Source  # of a pipeline's losses
+    scaling: Source  # the argument that scales a pipeline's losses (fp16)
     parts: Source  # the rank's modules
     clipping: Source
 
@@ -99,10 +96,10 @@ class StepView:
 class TrainingView:
     """The function `main` (training.py.j2)."""
 
-    products: str  # torch's precision of fp32 matrix products; empty for its default
-    product_units: str  # the dtype of the units that compute them
+    products: str  # the argument of set_float32_matmul_precision; empty for torch's default
+    product_units: str  # the dtype in which the GPU then multiplies fp32 matrices
     start: Source
-    prints_forwards: bool  # forwards of the model's classes
+    prints_forwards: bool  # the script has forwards of the model's classes
     has_dataset: bool
     weighing: Source  # a comment about the weights of microbatches
     reading: Source  # the call that yields microbatches
@@ -112,7 +109,7 @@ class TrainingView:
     default_optimizer: Source  # the optimizer if the model file has none
     optimizer: Source
     outer: Source  # the call that makes the outer optimizer of local steps; empty without them
-    streams: bool  # outer steps of parts of the model in turn
+    streams: bool  # parts of the model have their outer steps in turn
     scheduler: Source  # the call that creates the learning-rate schedule; empty without one
     plain_model: Source  # the call `PlainModel(…)`: a loss in plain PyTorch
     first_step: Source  # the call that compares the first loss

@@ -91,8 +91,8 @@ def crossing_names(opened: OpenedSource) -> dict[str, Source]:
 def stage_holds(graph: Graph, stages: Sequence[StageClass]) -> tuple[frozenset[str], ...]:
     """Return the names of the parameters and buffers that each stage holds.
 
-    A tensor that no stage uses goes to the stage whose modules have the most similar paths: the
-    stage may still call the module that has the tensor.
+    A tensor that no stage reads goes to the stage with the nearest module path, because that stage
+    may still call the module that has the tensor.
     """
     aliases = aliases_of(graph)
     canonical = {alias: name for name, names in aliases.items() for alias in names}
@@ -113,14 +113,14 @@ def stage_holds(graph: Graph, stages: Sequence[StageClass]) -> tuple[frozenset[s
 
 
 def _common_steps(name: str, stage: StageClass) -> int:
-    """Return how many leading names a parameter's path shares at most with a stage's module."""
+    """Return the length of the longest path prefix that a tensor shares with a stage's modules."""
     names = tuple(name.split("."))
     shared = (common([names, tuple(path.split("."))]) for path in stage.modules)
     return max(map(len, shared), default=0)
 
 
 def crossings_follow_rows(opened: OpenedSource, axes: GraphAxes) -> bool:
-    """Whether the sizes of all sent tensors are constants, or multiples of the rows.
+    """Whether every size of a sent tensor is a constant, or a multiple of the number of rows.
 
     False if tensor ranks split rows, or if the number of rows decides how a tensor is cut.
     """
@@ -157,7 +157,7 @@ def _crossing(
 
 
 def _size(extent: Extent) -> str:
-    """Return a size, which may be a multiple of the microbatch's rows."""
+    """Return a size as Python: a constant, or a multiple of ROWS."""
     if extent.is_constant:
         return literal(extent.at(0))
     return "ROWS" if extent == BATCH else f"ROWS * {literal(extent.at(1))}"
@@ -202,7 +202,7 @@ def layer_lists(plan: Plan, subject: PlannedSubject) -> Source:
 
 
 def compiled_layers(plan: Plan, subject: PlannedSubject) -> list[str]:
-    """Return the paths of layers to compile: modules with ops to compile, but no chunked heads."""
+    """Return the paths of layers to compile; a head whose loss is computed in chunks is not."""
     layers = zip(subject.layers.layers, _paths(subject), plan.layer_modes, strict=True)
     return [
         path
@@ -248,7 +248,7 @@ def heads_in(layers: Collection[str], subject: PlannedSubject) -> tuple[str, ...
 def _check_recomputed(
     subject: PlannedSubject, paths: Sequence[str], modes: Sequence[Recompute]
 ) -> None:
-    """Raise for a layer that is to recompute, but which the script does not call as a module."""
+    """Raise if the plan recomputes a layer that the script does not call as a module."""
     calls = subject.graph.calls
     lost = [
         calls[layer.call].path
@@ -259,8 +259,8 @@ def _check_recomputed(
         raise LostLayersError(lost)
 
 
-# The script's constants with paths of layers, in the script's order. Each has a call, which the
-# script makes with every layer (`layer`), or once with all (`layers`), and a comment.
+# The script's lists of layers: their names, the call that is made with each layer (`layer`) or once
+# with all (`layers`), and the comment beside the list.
 CALLS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "RECOMPUTED_IN_PART": (
@@ -270,7 +270,7 @@ CALLS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "RECOMPUTED": ('recompute(layer, "full")', "run again in the backward"),
         "CHUNKED": (
             "chunk_logits(layer, LOSS_CHUNKS)",
-            "the loss makes its logits, in chunks",
+            "the loss computes the logits, chunk by chunk",
         ),
         "ON_HOST": ("save_on_host(layers, mesh.device)", "saved tensors lie on the host"),
     }

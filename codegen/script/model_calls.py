@@ -185,7 +185,7 @@ def model_source(path: Path) -> Source:
     names = (Path(os.path.relpath(file, path.parent)).as_posix() for file in files)
     lines = [
         assigned("MODEL_FILES", tuple_of(*map(literal, names)), "Python files of the model"),
-        f"MODEL_DIGEST = {literal(source_digest(files))}  # checksum of their code, as planned",
+        f"MODEL_DIGEST = {literal(source_digest(files))}  # checksum of their code in the plan",
     ]
     return Source("\n".join(lines))
 
@@ -193,13 +193,13 @@ def model_source(path: Path) -> Source:
 def images(plan: Plan, subject: PlannedSubject) -> list[ScriptSetting]:
     """Return the setting that names image inputs, if they should be in channels_last order.
 
-    With printed forwards images keep the usual order, for which the sizes were printed.
+    Printed forwards may view images with sizes of the usual order, so scripts with them keep it.
     """
     opened = subject.opened
     if Backend(plan.machines.backend).is_on_cpu or opened.classes or opened.stages:
         return []
     found = plan.graph.images
-    meaning = "inputs in channels_last order, in which a GPU convolves them"
+    meaning = "inputs to put in channels_last order, in which GPUs convolve faster"
     return [ScriptSetting("IMAGES", literal(found), meaning)] if found else []
 
 
@@ -219,7 +219,7 @@ def reading(plan: Plan, subject: PlannedSubject) -> Source:
 
 
 _UNREPEATED = "may_repeat=False"
-_WHY_UNREPEATED = "a microbatch's rows are mixed, so no row may be in it twice"
+_WHY_UNREPEATED = "ops mix the rows of a microbatch, so it must not contain a row twice"
 
 
 def _counting(opened: OpenedSource) -> list[str]:
@@ -235,12 +235,12 @@ def _own_rows(opened: OpenedSource) -> list[str]:
 
 
 def waits_for_last(arrangement: Arrangement) -> Source:
-    """Return a comment on work that waits for a step's last microbatch, or "" if none does."""
+    """Return a comment on what only a step's last microbatch does, or "" if there is nothing."""
     waits = min(arrangement.averaging_ranks, arrangement.microbatches) > 1
     if not waits or arrangement.zero.divides_parameters:
         return Source()
     if arrangement.zero.keeps_gathered:
-        return Source("the last one frees the gathered parameters")
+        return Source("the last microbatch frees the gathered parameters")
     return Source("gradients are averaged in the last microbatch")
 
 

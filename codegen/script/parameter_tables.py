@@ -30,15 +30,15 @@ from autopar.planner.programs.layouts.strategies import Parts, parts_of
 from autopar.runtime.tensor.shards import starred
 
 Value = TypeVar("Value")
-_FEWEST_IN_STEPS = 3  # at least so many names become a range, if their numbers have steps above 1
+_FEWEST_IN_STEPS = 3  # names whose numbers rise by 2 or more become a range from this many on
 
 
 def patterns(table: Mapping[str, Value], known: Iterable[str]) -> dict[str, Value]:
     """Return a table with patterns in place of names that have equal values.
 
-    `known` are all names: a pattern must not match one that the table lacks. If several
-    patterns match a name, the one that matches most names is taken. A pattern may also match names
-    with other values: these keep their own rows, which take precedence.
+    `known` are all names: a pattern must not match one that the table lacks. Of several patterns
+    that match a name, the one that matches most names is taken. A pattern may also match names
+    with other values, whose own rows take precedence.
     """
     families: dict[str, list[str]] = {}
     for name in {**dict.fromkeys(known), **dict.fromkeys(table)}:
@@ -81,7 +81,7 @@ def _starring(found: Mapping[str, Value], form: str, names: list[str]) -> dict[s
 
 
 def outermost(chosen: Collection[str], names: Iterable[str]) -> Iterator[str]:
-    """Yield the outermost modules in which all names are chosen, and the chosen names outside."""
+    """Yield the chosen names; a module stands for its names if all of them are chosen."""
     every = list(names)
     others = set(every).difference(chosen)
     yield from dict.fromkeys(_outermost(name, others) for name in every if name in chosen)
@@ -192,7 +192,7 @@ def replicated_table(plan: Plan) -> Source:
 
 
 def _modules_of(chosen: Collection[str], graph: Graph) -> dict[str, bool]:
-    """Return a table of chosen parameters, with modules in place of all that they have."""
+    """Return the chosen parameters; a module stands for its parameters if all are chosen."""
     aliases = aliases_of(graph)
     names = [alias for one in graph.parameters for alias in aliases[one.name]]
     found = dict.fromkeys(outermost(chosen, names), True)
@@ -247,7 +247,7 @@ def half_buffers(plan: Plan) -> Source:
 
 
 def has_buckets_apart(arranged: Arrangement) -> bool:
-    """Whether gradients that other axes also add up are in buckets of their own."""
+    """Whether gradients that tensor or pipeline ranks also add up are in buckets of their own."""
     divides = arranged.zero.gathers_updated and arranged.shard > 1
     return divides or arranged.compression.keeps_lost
 

@@ -146,7 +146,10 @@ def check_script(script: str) -> None:
 
 
 def check_names(script: str, modules: Container[str], builtins: Iterable[str]) -> None:
-    """Raise if a script has other statements than a script's, or other names than these."""
+    """Raise if a script has code other than definitions and data, or unknown names.
+
+    `modules` are those that it may import, `builtins` the built-in names that it may use.
+    """
     tree = ast.parse(script)
     faults = [*_strange_statements(tree), *_strange_names(tree, modules, builtins)]
     if faults:
@@ -173,7 +176,7 @@ def _strange_names(
 ) -> Iterator[str]:
     """Yield undefined names, and names that start with two underscores."""
     defined = {*_defined(tree), *builtins, *_DUNDERS}
-    # no other code than the call that reads options may have all constants of the script
+    # only the call that reads options may use globals()
     calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
     readings = [call for call in calls if ast.unparse(call) == "read_options(argv, globals())"]
     allowed = {id(one) for call in readings for one in ast.walk(call)}
@@ -204,7 +207,7 @@ def _defined(tree: ast.Module) -> Iterator[str]:
             yield node.id
 
 
-# Earlier versions wrote the forms with a colon, and with "edits are kept".
+# The alternatives also match the lines of earlier versions.
 _LINE = re.compile(
     r"^# Written by autopar (\S+)(?:, [^\n]*:| \(checksum) ([0-9a-f]{16})"
     r"(?:, plan ([0-9a-f]{16}))?(?:\.|\); edits are kept\.|\)\.\n# Once you edit [^\n]*)$",

@@ -1,4 +1,4 @@
-"""The settings at the top of a script, and its docstring."""
+"""Turns a plan into the settings at the top of its script, and into its docstring."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def evaluating(plan: Plan) -> Iterator[ScriptSetting]:
 
 
 def _in_rounds(steps: int, arranged: Arrangement) -> Source:
-    """Return a number of steps, rounded up so that an outer step follows the last of them."""
+    """Return a number of steps as Python, rounded up to a multiple of the local steps."""
     return literal(steps + -steps % arranged.sync_every)
 
 
@@ -157,7 +157,7 @@ def planned(plan: Plan) -> Iterator[ScriptSetting]:
             yield ScriptSetting("STAGES_PER_RANK", literal(arranged.stages_per_rank), per_rank)
     yield from _units(plan.model, arranged)
     if any(mode.makes_chunks for mode in plan.layer_modes):
-        chunks = "chunks of rows; the logits of one chunk exist at a time"
+        chunks = "chunks of rows in the loss, so that the logits of only one are in memory"
         yield ScriptSetting("LOSS_CHUNKS", literal(LOSS_CHUNKS), chunks)
     yield ScriptSetting("PREDICTED", literal(_predicted(plan)), "device, seconds per step, MFU")
 
@@ -271,8 +271,7 @@ def _title(plan: Plan) -> Iterator[str]:
     devices = f"{machines.devices} devices" if machines.devices > 1 else "one device"
     yield from _wrapped(f"Train {plan.model.name} on {devices}.", width=WIDTH - 3)
     yield ""
-    recompute = recompute_words(plan.stages)
-    again = "" if recompute == "none" else f", recompute {recompute}"
+    again = f", recompute {recompute_words(plan.stages)}".replace(", recompute none", "")
     yield from _wrapped(f"The plan: {arrangement_words(plan.arrangement)}{again}.")
 
 

@@ -1,4 +1,4 @@
-"""Turns a plan into the view of its script, and decides everything that the plan left open."""
+"""Turns a plan into the values that the templates of its script print."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ def text(source: str, level: Binding = Binding.CALL) -> SourceForm:
 
 
 def separated(items: Iterable[tuple[str, Expression]]) -> Iterator[str | Slot]:
-    """Yield expressions with commas between them, each with the text before it: `dim=`."""
+    """Yield expressions with commas between them, each after its own text, such as `dim=`."""
     for number, (before, item) in enumerate(items):
         yield f", {before}" if number else before
         yield Slot(item)
@@ -217,9 +217,9 @@ Computed = tuple[int | float, Expression]  # a number, and the expression that c
 
 
 def computed(tree: ast.expr, known: Callable[[ast.expr], Computed | None]) -> Computed | None:
-    """Return arithmetic as the source has it, and its value, or None if it has other parts.
+    """Return the value and the expression of arithmetic in a source; None for any other code.
 
-    `known` returns the attributes and sizes that code can read.
+    `known` does the same for the operands: attributes and sizes.
     """
     match tree:
         case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):

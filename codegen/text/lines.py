@@ -24,7 +24,7 @@ Pattern = LocalTensor | None | tuple["Pattern", ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """A line of a body, before values have names and before lines are joined into statements.
+    """A line of a body: an expression and its results, which have no names yet.
 
     Lines with `is_ordered` (random numbers, writes) keep their order. If the line is one call of a
     module, `module` is the module's path and `arguments` are those of the call. `function` is the

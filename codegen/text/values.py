@@ -118,7 +118,7 @@ def unpacked(items: str | Bracketed) -> str | Bracketed:
 
 
 def row(key: str | Bracketed, value: str | Bracketed) -> tuple[str, str | Bracketed]:
-    """Return the beginning and the value of a row of a dict, for one key or a group of keys."""
+    """Return the text before a dict row's value, and the value, for one key or several."""
     if isinstance(key, str):
         return f"{key}: ", value
     return "", Bracketed("**dict.fromkeys(", (key, value), ")")

@@ -142,8 +142,8 @@ class Opening:
     def entry(self, call: str, tensor: str) -> Layout:
         """Return the layout in which a tensor is passed to a call.
 
-        What only the backward of an autograd Function may read is passed whole: the graph does not
-        show how it is read.
+        A tensor that only the backward of an autograd Function may read is passed whole: the graph
+        does not show how it is read.
         """
         inside = _readers(tensor, call, self.tree)
         if not inside and _is_function(call, self.tree):
@@ -384,7 +384,7 @@ def _possible_counts(given: Value) -> Iterator[Value]:
 
 
 def _is_share(tensor: str, layout: Layout, opening: Opening) -> bool:
-    """Whether a tensor's batch-dependent size, if any, is the rank's share."""
+    """Whether a tensor has only the rank's rows, or no dim that depends on the batch."""
     own = opening.tree.graph.tensors.get(tensor)
     shape = own.shape if own is not None else ()
     varying = [number for number, size in enumerate(shape) if not size.is_constant]

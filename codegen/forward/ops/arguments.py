@@ -126,7 +126,7 @@ def reason(local: LocalTensor, wanted: LocalTensor, users: Sequence[Op], split: 
         case _, LayoutKind.PARTIAL:
             return "one rank keeps it, the others take zeros: the sum counts it once"
         case _:
-            return "one rank passes the gradient on: all ranks have the same"
+            return "all ranks have the same gradient, and only one passes it on"
 
 
 def explained(why: str, printed: SourceForm) -> str:
@@ -137,7 +137,7 @@ def explained(why: str, printed: SourceForm) -> str:
     return f"{why}; {PARTS}" if why else PARTS
 
 
-PARTS = "parts: (blocks to share out, elements of each)"
+PARTS = "parts: (number of blocks, elements of a block)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -159,7 +159,7 @@ class SizeToPrint:
 
 
 def size_along(split: SplitGraph, dim: Dim, axis: str) -> SizeToPrint:
-    """Return the local size of a dim along an axis; no tensor needs to have this dim."""
+    """Return the local size of any dim along an axis, even of one that no tensor has."""
     return SizeToPrint(dim, axis, size_of(split.lengths.dim(dim)))
 
 
@@ -347,10 +347,9 @@ class ReadableSizes:
     def may_omit_parts(self, dim: Dim, axis: str, *, is_whole: bool) -> bool:
         """Whether the runtime can infer how a dim is cut, so that `parts` is not needed.
 
-        It can if the dim is one part of single elements, and the runtime has it whole (`is_whole`).
-        With fixed lengths it also can if all ranks have equally many elements, of any unit. With
-        varying lengths it also can if the length of the dim varies, because it remembers the whole
-        length (runtime/tensor/slices.py).
+        A dim that may be cut after any element needs no `parts` if the runtime has it whole
+        (`is_whole`), or remembers its whole length (runtime/tensor/slices.py), as it does if
+        lengths vary. With fixed lengths, a dim of equal shards needs none either.
         """
         parts = parts_of_dim(dim, axis)
         if self.split.lengths.are_known:

@@ -122,9 +122,9 @@ def unpacked(tree: ast.AST) -> Mapping[str, tuple[str, ...]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Formula:
-    """Arithmetic among an expression's operands or arguments, and the first of the others.
+    """An operand or argument that is arithmetic, such as the power in `x * self.dim**-0.5`.
 
-    In `x * self.dim**-0.5` that is the power, beside `x`.
+    `beside` is the first of the other operands, here `x`.
     """
 
     tree: ast.expr

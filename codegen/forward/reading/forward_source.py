@@ -37,9 +37,9 @@ def checks_sizes(source: str) -> bool:
 
 
 def branches_in_training(source: str) -> bool:
-    """Whether a forward has an `if` that reads `self.training`.
+    """Whether a forward has an `if self.training`.
 
-    A condition that also names checkpointing, as libraries have it, does not count.
+    Libraries' `if self.training and self.gradient_checkpointing` does not count.
     """
     nodes = ast.walk(parsed(source))
     tests = (ast.unparse(node.test) for node in nodes if isinstance(node, ast.If))
@@ -66,9 +66,8 @@ def left_on_others(sources: Iterable[str], called: Set[str]) -> frozenset[str]:
     """Return the attributes that classes, outside of constructors, set on other objects.
 
     Only methods that a step may run count: those that a forward names, directly or through other
-    methods, those that a constructor keeps, as hooks, and those in `called`. Others do not count.
-    `set_input_embeddings` of transformers, for example, sets another module's attribute, but no
-    step runs it.
+    methods, those that a constructor keeps, as hooks, and those in `called`. transformers'
+    `set_input_embeddings`, for example, does not count, because no step runs it.
     """
     methods: dict[str, list[ast.FunctionDef]] = defaultdict(list)
     for source in sources:
@@ -90,9 +89,9 @@ def left_on_others(sources: Iterable[str], called: Set[str]) -> frozenset[str]:
 
 
 def _kept_by_constructors(methods: Mapping[str, Sequence[ast.FunctionDef]]) -> set[str]:
-    """Return the attributes that constructors name without calling them at once, such as hooks.
+    """Return the attributes that constructors name without calling them, such as hooks.
 
-    The methods that a constructor calls at once are read as it is.
+    Methods that a constructor calls are searched in the same way.
     """
     names, kept = [_CONSTRUCTOR], set[str]()
     for name in names:  # grows

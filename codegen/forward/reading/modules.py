@@ -62,10 +62,11 @@ def imported(kind: Any) -> Imported:
 
 
 def imported_classes(kinds: Iterable[type]) -> Mapping[type, Imported]:
-    """Return the names under which a script imports classes: their own, if nothing else has them.
+    """Return the names under which a script imports classes.
 
-    A nested class also has the names of the classes around it. If several classes have a name, or
-    it is taken, the file's name goes before it: `Block` in decoder.py becomes `DecoderBlock`.
+    They are the classes' own names, after those of the classes around a nested class. If several
+    classes have one name, or the script uses it otherwise, the file's name goes before it: `Block`
+    in decoder.py becomes `DecoderBlock`.
     """
     distinct = list(dict.fromkeys(kinds))
     counts = Counter(kind.__name__ for kind in distinct)
@@ -172,7 +173,7 @@ def modules_of(model: nn.Module) -> Modules:
     facts: dict[Hashable, Mapping[str, Any]] = {}
     found: dict[str, Module] = {}
     firsts: dict[int, str] = {}
-    kinds = tuple(dict.fromkeys(map(type, model.modules())))  # in an order that runs share
+    kinds = tuple(dict.fromkeys(map(type, model.modules())))  # every run has this order
     homes, sources = imported_classes(kinds), {kind: _source(kind) for kind in kinds}
     read = {kind: numbers_read(source) for kind, source in sources.items()}
     remembering = {kind: remembers(source) for kind, source in sources.items()}

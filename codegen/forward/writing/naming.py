@@ -216,7 +216,7 @@ class Namer:
         return dims[one.tensor] == dims[other.tensor]
 
     def _find_readers(self) -> None:
-        """Find names for values in the code that reads them; the last of several readers counts."""
+        """Find names for values in code that reads them; the last of several readers decides."""
         readers = Counter(local for s in self.statements for local in _read(s))
         for statement in reversed(self.statements):
             attended = _operands(statement.expression, (_ATTENTION,), 3)

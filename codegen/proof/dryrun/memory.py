@@ -189,10 +189,11 @@ LOOK_UP_EVERY = 1.005
 
 
 def kept_on_host(modules: Sequence[nn.Module]) -> Iterator[Tensor]:
-    """Yield the parts of parameters that fully_shard keeps in the host's memory."""
+    """Yield the shards of parameters that fully_shard keeps in the host's memory."""
     for module in modules:
         for one in _fsdp_parameters(module):
-            if one.offload_to_cpu:  # the first forward lays them out anew
+            if one.offload_to_cpu:
+                # the first forward makes _sharded_param_data a view, or a padded copy, of this
                 yield local_tensor(one.sharded_param)
 
 

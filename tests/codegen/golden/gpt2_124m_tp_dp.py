@@ -28,7 +28,7 @@ Why this plan: its layouts are simpler than the fastest plan's (34.35 ms), and i
 longer; none of the 20 arrangements is faster than 34.35 ms. Compute + optimizer take 82% of the
 step.
 """
-# Written by autopar 0.2.0 (checksum 570f8b0b1c36c624, plan 6664b727f25a9194).
+# Written by autopar 0.2.0 (checksum faf78373e3107227, plan 6664b727f25a9194).
 # Once you edit this file, autopar overwrites it only with --force.
 
 import sys
@@ -109,7 +109,7 @@ GLOBAL_BATCH = MICROBATCH * MICROBATCHES * DATA  # 64 rows per step
 TOKENS_PER_STEP = GLOBAL_BATCH * 1024  # 1,024 tokens per row
 PREDICTED = ("h100-sxm", 0.03498, 0.2068)  # device, seconds per step, MFU
 MODEL_FILES = ("gpt2.py", "sizes.py", "token_data.py")  # Python files of the model
-MODEL_DIGEST = "5170b143abbd7c93"  # checksum of their code, as planned
+MODEL_DIGEST = "5170b143abbd7c93"  # checksum of their code in the plan
 
 # ---------------------------------------------------------- the classes that the plan changes
 
@@ -132,7 +132,7 @@ class TensorParallelSelfAttention(SelfAttention):
             y = F.scaled_dot_product_attention(
                 q, k, v, dropout_p=self.dropout if self.training else 0.0, is_causal=True
             )
-        # from shards of heads to shards of seq; parts: (blocks to share out, elements of each)
+        # from shards of heads to shards of seq; parts: (number of blocks, elements of a block)
         y = exchange(y.transpose(1, 2), 2, 1, self.tensor, gather_parts=((12, 1),))
         y = self.c_proj(y.reshape(batch, local_seq, -1))
         with split_randomness(self.tensor):
@@ -160,7 +160,7 @@ class TensorParallelGPT2(GPT2):
 def split_loss(outputs: Tensor, batch: Mapping[str, Tensor], tensor: Axis) -> Tensor:
     """Return the loss of outputs that are split over the tensor axis."""
     logits = outputs.float().flatten(0, 1)
-    # parts: (blocks to share out, elements of each)
+    # parts: (number of blocks, elements of a block)
     return vocab_parallel_cross_entropy(
         logits, batch["labels"].flatten(), tensor, parts=((50257, 1),)
     )
@@ -205,7 +205,7 @@ def valid_targets(batch: Mapping[str, Tensor]) -> Tensor:
 def train_step(
     model: nn.Module, optimizer: Optimizer, microbatches: Sequence[Weighed], mesh: Mesh, clip: float
 ) -> tuple[Tensor, Tensor]:
-    """Take a step over (batch, weight) pairs; return this rank's part of the loss, and the norm."""
+    """Train on (batch, weight) pairs; return this rank's part of the loss and the gradient norm."""
     total = torch.zeros((), device=mesh.device, dtype=torch.float64)
     for batch, weight in microbatches:
         loss = scale_loss(loss_of(model, batch, mesh.tensor), weight)
@@ -222,7 +222,7 @@ def train_step(
 
 
 def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float]]:
-    """Train; return what this rank holds of the model, and the losses that were logged."""
+    """Train; return this rank's modules, and the losses that were logged."""
     options = read_options(argv, globals())
     mesh = start(data=DATA, tensor=TENSOR, timeout=options.timeout)
     refuse_changes(model_file, MODEL_FILES, MODEL_DIGEST)  # the classes above contain their code

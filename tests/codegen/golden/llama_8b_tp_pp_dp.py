@@ -29,7 +29,7 @@ Memory of the fullest device: 22.32 GiB of 68.8 GiB (32%)
 Why this plan: its layouts are simpler than the fastest plan's (1.009 s), and its step 0.75% longer;
 none of the 4 arrangements is faster than 1.009 s. Compute + optimizer take 69% of the step.
 """
-# Written by autopar 0.2.0 (checksum 0eae3e37ef34bb5a, plan 320b8896fea87fdb).
+# Written by autopar 0.2.0 (checksum a53e69edc1686d60, plan 320b8896fea87fdb).
 # Once you edit this file, autopar overwrites it only with --force.
 
 import sys
@@ -129,7 +129,7 @@ GLOBAL_BATCH = MICROBATCH * MICROBATCHES * DATA  # 32 rows per step
 TOKENS_PER_STEP = GLOBAL_BATCH * 8192  # 8,192 tokens per row
 PREDICTED = ("h100-sxm", 1.017, 0.3991)  # device, seconds per step, MFU
 MODEL_FILES = ("llama.py", "sizes.py", "token_data.py")  # Python files of the model
-MODEL_DIGEST = "20c2535ae7ba3105"  # checksum of their code, as planned
+MODEL_DIGEST = "20c2535ae7ba3105"  # checksum of their code in the plan
 
 # ---------------------------------------------------------- the classes that the plan changes
 
@@ -271,7 +271,7 @@ def valid_targets(batch: Mapping[str, Tensor]) -> Tensor:
 def train_step(
     model: Pipeline, optimizer: Optimizer, microbatches: Sequence[Weighed], mesh: Mesh, clip: float
 ) -> tuple[Tensor, Tensor]:
-    """Take a step over (batch, weight) pairs; return this rank's part of the loss, and the norm."""
+    """Train on (batch, weight) pairs; return this rank's part of the loss and the gradient norm."""
     batches, weights = zip(*microbatches, strict=True)
     loss = model.step(batches, weights)
     sum_replicated(model.parts, REPLICATED, mesh.tensor)
@@ -285,7 +285,7 @@ def train_step(
 
 
 def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float]]:
-    """Train; return what this rank holds of the model, and the losses that were logged."""
+    """Train; return this rank's modules, and the losses that were logged."""
     options = read_options(argv, globals())
     mesh = start(pipeline=PIPELINE, data=DATA, tensor=TENSOR, timeout=options.timeout)
     refuse_changes(model_file, MODEL_FILES, MODEL_DIGEST)  # the classes above contain their code

@@ -25,7 +25,7 @@ Memory of the fullest device: 5.299 GiB of 68.8 GiB (8%)
 Why this plan: none of the 12 arrangements is faster. Compute + optimizer take 77% of the step.
 The next best, dp 8, no sharding, takes 15.86 ms (+1.7%): +410.6 us optimizer, -138.7 us elsewhere.
 """
-# Written by autopar 0.2.0 (checksum 908630d7390f784b, plan 3a4651619ae3d620).
+# Written by autopar 0.2.0 (checksum dd7ef7473a2f082c, plan 3a4651619ae3d620).
 # Once you edit this file, autopar overwrites it only with --force.
 
 import sys
@@ -93,9 +93,9 @@ MICROBATCHES = 1  # per step; gradients are accumulated over them
 ZERO = 1  # each data rank has a part of the optimizer states
 GLOBAL_BATCH = MICROBATCH * MICROBATCHES * DATA  # 512 rows per step
 PREDICTED = ("h100-sxm", 0.01559, 0.1009)  # device, seconds per step, MFU
-IMAGES = ("images",)  # inputs in channels_last order, in which a GPU convolves them
+IMAGES = ("images",)  # inputs to put in channels_last order, in which GPUs convolve faster
 MODEL_FILES = ("image_data.py", "resnet.py", "sizes.py")  # Python files of the model
-MODEL_DIGEST = "28733290967f22f2"  # checksum of their code, as planned
+MODEL_DIGEST = "28733290967f22f2"  # checksum of their code in the plan
 
 COMPILED = ("stem.1", *expand("blocks.*", range(16)), "fc")  # each compiled by torch.compile
 
@@ -124,7 +124,7 @@ def valid_targets(batch: Mapping[str, Tensor]) -> Tensor:
 def train_step(
     model: nn.Module, optimizer: Optimizer, microbatches: Sequence[Weighed], mesh: Mesh, clip: float
 ) -> tuple[Tensor, Tensor]:
-    """Take a step over (batch, weight) pairs; return this rank's part of the loss, and the norm."""
+    """Train on (batch, weight) pairs; return this rank's part of the loss and the gradient norm."""
     total = torch.zeros((), device=mesh.device, dtype=torch.float64)
     for batch, weight in microbatches:
         loss = scale_loss(loss_of(model, batch), weight)
@@ -140,7 +140,7 @@ def train_step(
 
 
 def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float]]:
-    """Train; return what this rank holds of the model, and the losses that were logged."""
+    """Train; return this rank's modules, and the losses that were logged."""
     options = read_options(argv, globals())
     mesh = start(data=DATA, timeout=options.timeout)
     warn_if_changed(model_file, MODEL_FILES, MODEL_DIGEST, mesh)
@@ -157,7 +157,7 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
         rows=(MICROBATCHES, MICROBATCH),
         dataset=dataset,
         skip=keeper.rows,
-        may_repeat=False,  # a microbatch's rows are mixed, so no row may be in it twice
+        may_repeat=False,  # ops mix the rows of a microbatch, so it must not contain a row twice
         targets=valid_targets,
         channels_last=IMAGES,
     )

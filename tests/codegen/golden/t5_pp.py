@@ -25,7 +25,7 @@ Memory of the fullest device: 11 GiB of 68.8 GiB (16%)
 
 Why this plan: none of the 20 arrangements is faster. Compute + optimizer take 76% of the step.
 """
-# Written by autopar 0.2.0 (checksum d8a74449b0bf3454, plan f09ca0f825644c33).
+# Written by autopar 0.2.0 (checksum e202ce2e90813c7c, plan f09ca0f825644c33).
 # Once you edit this file, autopar overwrites it only with --force.
 
 import sys
@@ -99,7 +99,7 @@ GLOBAL_BATCH = MICROBATCH * MICROBATCHES  # 32 rows per step
 TOKENS_PER_STEP = GLOBAL_BATCH * 512  # 512 tokens per row
 PREDICTED = ("h100-sxm", 0.04292, 0.1629)  # device, seconds per step, MFU
 MODEL_FILES = ("sizes.py", "span_data.py", "t5.py", "token_data.py")  # Python files of the model
-MODEL_DIGEST = "fac5c0a56db00bce"  # checksum of their code, as planned
+MODEL_DIGEST = "fac5c0a56db00bce"  # checksum of their code in the plan
 
 # ---------------------------------------------------------- the classes that the plan changes
 
@@ -173,7 +173,7 @@ def valid_targets(batch: Mapping[str, Tensor]) -> Tensor:
 def train_step(
     model: Pipeline, optimizer: Optimizer, microbatches: Sequence[Weighed], mesh: Mesh, clip: float
 ) -> tuple[Tensor, Tensor]:
-    """Take a step over (batch, weight) pairs; return this rank's part of the loss, and the norm."""
+    """Train on (batch, weight) pairs; return this rank's part of the loss and the gradient norm."""
     batches, weights = zip(*microbatches, strict=True)
     loss = model.step(batches, weights)
     model.tied.sum_gradients()
@@ -187,7 +187,7 @@ def train_step(
 
 
 def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float]]:
-    """Train; return what this rank holds of the model, and the losses that were logged."""
+    """Train; return this rank's modules, and the losses that were logged."""
     options = read_options(argv, globals())
     mesh = start(pipeline=PIPELINE, timeout=options.timeout)
     refuse_changes(model_file, MODEL_FILES, MODEL_DIGEST)  # the classes above contain their code
