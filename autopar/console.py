@@ -103,7 +103,7 @@ _PHASES: Mapping[tuple[str, str], str] = MappingProxyType(
         ("autopar.planner.axes.infer", "infer_axes"): "finding what the dims mean",
         ("autopar.planner.layers", "find_layers"): "finding the layers",
         ("autopar.planner.plan.search.search", "search"): "searching for the best plan",
-        ("autopar.codegen.emit", "emit"): "writing the script",
+        ("autopar.codegen.emit", "emit_with_notes"): "writing the script",
         ("autopar.runs.launching", "launch"): "",  # the script prints its own steps
     }
 )

@@ -51,8 +51,8 @@ from autopar.planner.plan.traced import TracedModel
 from autopar.planner.precision import Float8, Precision
 from autopar.planner.profile.measured import MeasuredFile
 
-# Advice by the number of tensors that decide which entries the mean counts: 0 (no mean: a product
-# in the loss), 1 (a mask or targets), 2 (targets and class weights).
+# Advice by the number of tensors that select the entries of the loss's mean: 0 (the loss is no
+# mean, but has a product), 1 (a mask or targets), 2 (targets and class weights).
 _FIXES = {
     0: "",
     1: "take the mask or the targets from the batch, or ",
@@ -126,8 +126,8 @@ def _note_expected(graph: Graph) -> None:
     where = next(op.location for op in graph.ops if parted.keys() & set(op.outputs))
     print_note(
         f"{len(parted)} masks divide rows among experts (the first at {where}): each expert is "
-        f"priced with its even share of them, {' or '.join(shares)}. If one gets more, its "
-        "layer takes more time and memory than predicted."
+        f"priced with an even share of the rows, {' or '.join(shares)}. If an expert gets more, "
+        "its layer takes more time and memory than predicted."
     )
 
 
@@ -298,7 +298,7 @@ def note_objects_kept(plan: Plan, layers: Layers) -> None:
     given = objects_given(again, plan.graph)
     if given:
         print_note(
-            f"layers that are recomputed are given a {' and a '.join(given)}. Its contents "
+            f"layers that are recomputed get a {' and a '.join(given)} as an argument. Its tensors "
             "stay in memory until the backward, which predictions do not count: build the model "
             "without it if training does not need it (Hugging Face: use_cache=False)."
         )

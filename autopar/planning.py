@@ -371,7 +371,7 @@ def _write_script(
 
         file = load_model_file(request.model, request.arguments)
         built = BuiltModel.of(file, training.graph, (training.axes, training.layers))
-        owners()  # needed to keep the script: found while the search goes on
+        owners()  # slow, and needed for the cache: called while the search runs
         plans.send(None)  # says that this process waits
         plan = parse_plan(plans.recv(), where="the search")
         script_of(with_graph(plan, training.graph), destination, built=built)

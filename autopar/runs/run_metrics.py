@@ -300,7 +300,7 @@ def analyze(plan: StoredPlan, lines: Sequence[dict[str, Any]]) -> Analysis | Non
 
 
 def steady_steps(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return all step lines but the first after each start; just those if there are no others."""
+    """Return the step lines without the first after each start, or these if there are no others."""
     steady: list[dict[str, Any]] = []
     warming: list[dict[str, Any]] = []
     is_first = True

@@ -59,7 +59,7 @@ def test_what_is_expected_of_experts_is_told(
     note_rows(graph_of(tmp_path, WAYS["each choice"]), Constraints())
     told = " ".join(capsys.readouterr().err.split())
     assert "6 masks divide rows among experts (the first at" in told
-    assert "its even share of them, 16.7%" in told
+    assert "an even share of the rows, 16.7%" in told
 
 
 def test_layers_that_the_planner_compiles_are_told_with_the_saved_time(

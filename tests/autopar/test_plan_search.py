@@ -99,7 +99,7 @@ def test_objects_that_layers_keep_till_the_backward_are_told(autopar: Autopar, m
     Path("rules.toml").write_text(RULE.format(mode))
     ran = autopar("plan", "model.py", *ON_TWO, "-c", "rules.toml")
     assert ran.code == 0
-    note = "layers that are recomputed are given a Memory"
+    note = "layers that are recomputed get a Memory"
     assert (note in printed(ran)) == (mode == "full")
 
 

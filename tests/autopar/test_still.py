@@ -11,9 +11,11 @@ from contextlib import redirect_stderr
 from functools import partial
 from io import StringIO
 from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 
+from autopar.codegen.emit import emit_with_notes
 from autopar.console import noting_slow_phases
 from autopar.planner.errors import InputError
 from autopar.planner.model.model_file import import_file
@@ -67,3 +69,17 @@ def test_it_is_told_where_people_read_though_the_trace_sends_stderr_elsewhere(
     with noting_slow_phases(0.02), redirect_stderr(StringIO()):
         time.sleep(0.5)
     assert "note: still at work after 0 s" in capsys.readouterr().err
+
+
+def test_a_script_that_takes_long_to_write_is_told(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow(*_: object) -> NoReturn:
+        time.sleep(0.5)
+        raise InputError("enough")
+
+    monkeypatch.setattr("autopar.codegen.emit.subject_of", slow)
+    plan: Any = None
+    with pytest.raises(InputError, match="enough"), noting_slow_phases(0.05):
+        emit_with_notes(plan, destination=Path("train.py"))
+    assert "note: still writing the script after 0 s" in capsys.readouterr().err
