@@ -41,7 +41,7 @@ from autopar.runtime.ranks.options import NONE
 
 NAME = ".autopar-in-use.json"
 BEAT_SECONDS = 15.0
-_MISSED = 4  # a process on another machine that misses so many heartbeats counts as dead
+_MISSED = 4  # heartbeats, after which a process on another machine counts as dead
 _SETTLING_SECONDS = 1.0  # by then a process that wrote at the same time has finished writing
 _POLL_SECONDS = 1.0
 _SEEN_SECONDS = 2 * _MISSED * BEAT_SECONDS  # the oldest beat that counts; 2: clocks differ
@@ -130,7 +130,7 @@ def holder_of(folder: Location) -> FolderHolder | None:
     """
     try:
         found = record(FolderHolder, parsed(text_of(folder / NAME, most_bytes=_MOST_BYTES)))
-        # if there is no folder at the holder's path, this one was moved from there
+        # a copy has its original at the holder's path; of a folder that was moved, nothing is there
         seen, is_local = Path(found.folder), found.is_here and isinstance(folder, Path)
         is_copy = is_local and seen.is_dir() and not seen.samefile(str(folder))
     except (OSError, ValueError):

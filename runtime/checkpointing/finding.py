@@ -288,7 +288,7 @@ def _named(path: Location, folder: Location, mesh: Mesh) -> Checkpoint:
 
 
 def _refuse_named(path: Location, fault: str, mesh: Mesh) -> NoReturn:
-    """Exit and say what is at a path that is no whole checkpoint, and which one to name."""
+    """Exit because a path is no whole checkpoint; print what it is, and what to name instead."""
     inside = _agreed_candidates(path, mesh)
     whole = next((one for one in inside if isinstance(verified(one, mesh), Manifest)), None)
     if inside:
@@ -366,8 +366,8 @@ def _set_aside(broken: Sequence[Location], mesh: Mesh) -> None:
 def remove_old_checkpoints(folder: Location, keep: int, keep_every: int | None) -> None:
     """Remove old and unfinished checkpoints.
 
-    These checkpoints stay: each `keep_every`-th step's, the newest `keep` of the others, and the
-    one with the best evaluation.
+    Keeps those of every `keep_every`-th step, the newest `keep` others, and the one with the best
+    evaluation.
     """
     every = checkpoints_in(folder)
     best = best_of(every)

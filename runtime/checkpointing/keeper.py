@@ -186,7 +186,7 @@ class Keeper:
         answer = self._signals.ask(
             step, is_writing=self._saving.is_writing, is_due=are_minutes_over
         )
-        is_alike = is_last or self._mesh.is_alike(step)  # otherwise requests wait
+        is_alike = is_last or self._mesh.is_alike(step)  # until then signals and checkpoints wait
         if answer.stops and not (self._stops or is_alike):
             every = self._mesh.sync_every
             self._mesh.say(f"stops after step {step + -step % every:,}, the next outer step")
@@ -242,7 +242,7 @@ class Keeper:
         owned = self._owners.of(local_parts(parts, optimizer))
         if origin.plan == plan_digest(owned, self._mesh):
             restore_random_states(found, self._mesh)
-        else:  # the plan has changed: seed anew, otherwise than at the start
+        else:  # another plan: draw other numbers than at the start
             mesh = self._mesh
             places = (mesh.data.rank, mesh.pipeline.rank)
             torch.manual_seed(mixed_seed(self._options.seed, moment.step, *places))

@@ -50,7 +50,7 @@ class StoredShard:
 
     file: str
     entry: str
-    ranges: tuple[tuple[Range, ...], ...]  # those of its chunks
+    ranges: tuple[tuple[Range, ...], ...]  # per dim, [start, stop) in the logical tensor
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -222,7 +222,7 @@ def _tensor_faults(manifest: Manifest) -> Iterator[str]:
         fault = _shard_fault(one, manifest) or _cover_fault(one, pairs)
         if fault:
             yield f"{where}: {fault}"
-            return  # the sizes of shards are not known if a shape is wrong
+            return  # with a wrong shape, sizes are unknown
         for shard in one.shards:
             sizes[shard.file] += shard.elements * one.dtype.itemsize
     for name, size in sizes.items():

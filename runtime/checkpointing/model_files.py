@@ -214,7 +214,7 @@ def write_model(
         foreign = next(to.foreign(), None)  # written by another program during the training
         if foreign is not None:
             raise FileExistsError(errno.EEXIST, "autopar has not exported it", str(foreign))
-        # of an earlier export in a folder, the index goes first, because it names the others
+        # the index of an earlier export is removed first, because it names the other files
         for path in reversed(list(to.earlier())) if to.is_folder else ():
             path.unlink()
         for path in paths.values():

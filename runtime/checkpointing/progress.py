@@ -72,8 +72,8 @@ def broken_in_words(ranks: Sequence[Broken]) -> str:
     return "all parameters are finite"
 
 
-# a rank is slow if it takes longer than the median of the others: by this share of the median for
-# the product, by this share of a step for reading rows
+# A rank is slow if it takes longer than the others' median: for the product by this share of the
+# median, for reading rows by this share of a step.
 SLOW = 0.1
 _EVERY_SECONDS = 10.0
 _TRIES = 5  # the fastest one counts, because disturbances only slow a run down
@@ -231,7 +231,7 @@ class StepLine:
 
 def compile_seconds() -> float:
     """Return how long torch.compile has worked in this process."""
-    utils: Any = sys.modules.get("torch._dynamo.utils")  # imported by whatever compiles
+    utils: Any = sys.modules.get("torch._dynamo.utils")  # missing until something is compiled
     return 0.0 if utils is None else float(utils.calculate_time_spent()["total_wall_time"])
 
 

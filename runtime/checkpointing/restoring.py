@@ -276,7 +276,7 @@ class CheckpointSaving:
     def begin(self, taken: CheckpointSnapshot, begun: float) -> None:
         """Copy this rank's share and write it in a thread; the training has waited since `begun`.
 
-        A rank without host memory for the copy writes at once; the others need not know this.
+        A rank without host memory for the copy writes before this returns, unnoticed by the others.
         """
         file: Future[WrittenFile | str] = Future()
         try:

@@ -85,7 +85,7 @@ def _parts(flat: Iterable[Tensor]) -> Iterator[Tensor]:
 
 
 class _Staged:
-    """Two host buffers that blocks of device tensors go through in turn."""
+    """Two host buffers, used in turn for blocks of device tensors."""
 
     def __init__(self) -> None:
         self._blocks: list[_Memory] = []

@@ -1,8 +1,8 @@
-"""What the training loop does between steps: signals, garbage collection, the profile of a step.
+"""Handles signals and collects garbage between steps, and profiles a step.
 
-Python runs its garbage collector after a certain number of allocations, so at a different time on
-each rank, and each time the other ranks wait. Here all ranks collect after the same step. Objects
-that exist before the first step are frozen and not examined again.
+Python collects garbage after a certain number of allocations: at a different time on each rank, and
+each time all other ranks wait. Here all ranks collect after the same step. Objects that exist
+before the first step are frozen, so that they are not examined again.
 """
 
 from __future__ import annotations
@@ -271,7 +271,7 @@ class PartActions:
         self._moments.append((part, "B", microbatch, start, self._now()))
 
     def found(self) -> tuple[PartAction, ...]:
-        """Return the actions, and note no more; a GPU has to be done with the step."""
+        """Remove the hooks and return the actions; a GPU must have finished the step."""
         for one in self._hooks:
             one.remove()
         return tuple(

@@ -203,7 +203,7 @@ def restore_errors(reader: TensorReader, parts: Sequence[nn.Module]) -> str | No
 
 
 def _restore_bases(reader: TensorReader, bucket: Bucket, parts: Sequence[nn.Module]) -> None:
-    """Restore a bucket's PowerSGD bases; those of matrices that are split otherwise begin anew."""
+    """Restore a bucket's PowerSGD bases; a matrix that is split differently gets a new one."""
     if bucket.compressor is None:
         return
     names = {id(one.place.tensor): one for one in named_tensors(parts)}

@@ -1,8 +1,8 @@
 """Notices that a training hangs, and prints where each rank is.
 
 Torch's flight recorder shows which collectives a rank has started and which one it waits for. On a
-GPU the host runs ahead, so every rank waits at a line that reads a number, whatever the cause is.
-Comparing the collectives that ranks have started in each group shows more.
+GPU the host runs ahead of the device, so whatever hangs, every rank waits at a line that reads a
+number. Comparing the collectives that ranks have started in each group shows the cause.
 
 The ranks exchange their places through torchrun's store. Each rank appends one line to one key; one
 rank per node reads it, and all wait for the result. A single thread serves the store, so each rank

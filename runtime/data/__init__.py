@@ -1,7 +1,7 @@
 """Reads rows of a dataset, and weights losses.
 
-Scripts import from here what the modules list in `__all__`; the runtime's own files import from the
-modules.
+Scripts import the names of the modules' `__all__` from here. The runtime's own files import from
+the modules.
 """
 
 from autopar.runtime.data.batches import *

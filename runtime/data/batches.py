@@ -92,7 +92,7 @@ class StreamedRows(IterableDataset[Row]):
                 refuse_empty(self.dataset, is_first=epoch == 0)
 
     def _check_length(self, number: int, *, is_end: bool) -> None:
-        """Exit if steps depend on a stream's __len__, and it has another number of rows."""
+        """Exit if steps depend on a stream's __len__, and the stream has more or fewer rows."""
         told = self.epochs.rows
         if told is not None and is_end != (number == told) and number:
             refuse(
@@ -138,7 +138,7 @@ Weighed: TypeAlias = tuple[Batch, Tensor]  # a microbatch and the weight of its 
 Example: TypeAlias = Callable[[int], Mapping[str, Any]]
 
 
-_LISTED = 2**16  # row numbers that are Python integers at once: these take 5 times the memory
+_LISTED = 2**16  # row numbers that are Python integers at a time: these take 5 times the memory
 
 
 def shuffled(length: int, seed: int, skip: int) -> Iterator[RowPlace]:
@@ -226,7 +226,7 @@ def dataset_batches(
 
 
 def _read(loaded: Iterator[Batch]) -> Iterator[Batch]:
-    """Yield a loader's batches. The caller starts the loader, so that its seed is drawn at once."""
+    """Yield a loader's batches. The caller has started the loader: its seed is drawn already."""
     with refusals_of_workers():
         yield from loaded
 

@@ -38,8 +38,8 @@ class LastRows(StrEnum):
 class Epochs:
     """How the rows of a dataset are grouped into steps.
 
-    A position is a number of rows: those of finished epochs, and those read in the current epoch.
-    Dropped rows count, too. `rows` may be None (unknown) with RUN_ON.
+    A position counts the rows of finished epochs, dropped ones too, and those read in the current
+    epoch. `rows` may be None (unknown) with RUN_ON.
     """
 
     rows: int | None

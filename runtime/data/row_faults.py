@@ -173,9 +173,9 @@ def agreed(
 ) -> Iterator[dict[str, Tensor]]:
     """Yield batches, after checking that ranks which share rows have read the same first batch.
 
-    One pipeline rank reads a row's inputs, another the row's targets, and tensor ranks share the
-    work on the row, unless each rank of `rows_over` reads rows of its own. If a dataset drew
-    different random numbers on each rank, the ranks would mix different versions of a row.
+    In a pipeline, one rank reads a row's inputs and another its targets. Tensor ranks share the
+    work on a row, unless each rank of `rows_over` reads different rows. If a dataset drew different
+    random numbers on each rank, the ranks would mix different versions of a row.
     """
     first = next(batches)
     for axis in (mesh.pipeline,) if rows_over.size > 1 else (mesh.tensor, mesh.pipeline):

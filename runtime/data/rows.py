@@ -173,7 +173,7 @@ class DatasetRows(RawRows):
     """The rows of a dataset as tensors, with only the columns that the model takes.
 
     Lists and numbers become tensors, because torch's collate would treat a list as several columns.
-    Dtypes become those of the example.
+    All tensors are cast to the example's dtypes.
     """
 
     def __init__(self, dataset: Any, columns: Mapping[str, RowColumn], *, seed: int) -> None:

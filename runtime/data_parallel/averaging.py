@@ -109,8 +109,8 @@ def unpacked(message: Tensor, dtype: torch.dtype) -> Tensor:
 class Feedback:
     """The errors of compressing a bucket, in the gradients' dtype; None before a first step.
 
-    `own` are those of this rank's gradients or, with copies, of their sum over one sharded copy.
-    `mean` are those of the mean, in the piece that this rank adds up.
+    `own` has the errors of this rank's gradients or, if there are replicas, of their sum over the
+    shard axis. `mean` has the errors of the mean, in the piece that this rank adds up.
     """
 
     own: Tensor | None = None
@@ -131,7 +131,7 @@ class Feedback:
 
 
 class Compressor:
-    """Averages buckets in int8; on a GPU beside the backward, on a stream of its own."""
+    """Averages buckets in int8; on a GPU on a separate stream, beside the backward."""
 
     align = BLOCK  # parameters begin at blocks, so all tensor ranks cut a weight into equal blocks
 

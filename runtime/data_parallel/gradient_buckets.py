@@ -84,9 +84,9 @@ class GradientBuckets:
         self._reset()
 
     def _groups(self) -> Iterator[tuple[list[nn.Parameter], Compressor | None]]:
-        """Yield the parameters in groups that share no bucket, and what compresses them.
+        """Yield groups of parameters that share no bucket, each with its compressor or None.
 
-        Parameters that are named in no entry of `apart` form the last groups.
+        Parameters that `apart` does not name form the last groups.
         """
         left, compressor = dict(self.trainable), self.compressor
         for names in self._apart:

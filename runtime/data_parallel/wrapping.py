@@ -204,7 +204,7 @@ def wrap(
             "errors of earlier steps have an older loss scale: plan with --zero 1, or without them"
         )
     if sharding.shards_modules and (mesh.averaging.size > 1 or offload):
-        for parameter in module.parameters():  # fully_shard takes no channels_last ones
+        for parameter in module.parameters():  # fully_shard refuses channels_last
             parameter.data = parameter.data.contiguous()
         # Only layers whose outputs are written to must return no views. The planner has found
         # these, and the script calls `keep_apart` for them.

@@ -1,7 +1,7 @@
 """Computes the loss of a model over the rows of an evaluation dataset.
 
-Scripts import from here what the modules list in `__all__`; the runtime's own files import from the
-modules.
+Scripts import the names of the modules' `__all__` from here. The runtime's own files import from
+the modules.
 """
 
 from autopar.runtime.evaluation.evaluating import *

@@ -46,8 +46,7 @@ def computes_as_trained(parts: Sequence[nn.Module], mesh: Mesh, seed: int) -> It
     """Make a model compute as in training, but without gradients and random numbers.
 
     Batch norms use their running statistics: those of a batch would need the rows of all ranks.
-    Compiled layers run uncompiled: compiling them again, without random numbers, would serve a
-    single run.
+    Compiled layers run uncompiled: code compiled without random numbers would be used only once.
     """
     uncompiled = torch.compiler.set_stance("force_eager")
     with untouched(parts, mesh, seed), NoRandomness(), uncompiled:
@@ -89,7 +88,7 @@ Losses: TypeAlias = Callable[[Iterable[Batch]], Iterator[Tensor]]  # of microbat
 def weighed_alike(batch: Batch, terms: Counting | None) -> Batch:
     """Return a microbatch with `loss_weights` of 1, if its loss adds up means (`terms` is given).
 
-    `terms` returns the count of each mean, so there are as many weights.
+    There is one weight for each count that `terms` returns.
     """
     if terms is None:
         return batch

@@ -29,7 +29,7 @@ class _ComingChange:
     """Some tensors whose change is being summed over the replicas."""
 
     numbers: Sequence[int]  # their indices among the tensors that the inner optimizer steps
-    values: Tensor  # of this replica when they were sent, flat; kept where the outer state is
+    values: Tensor  # this replica's when the change was sent, flat; where the outer state is
     change: ComingSum
 
 
@@ -127,7 +127,7 @@ class OuterOptimizer:
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Take the parameters as the common ones, after a checkpoint was restored."""
+        """Make the current parameters the common ones, after a checkpoint was restored."""
         for common, value in zip(self._common, self._values(), strict=True):
             common.copy_(value)
 
@@ -239,8 +239,9 @@ def average_replicas(optimizer: Optimizer) -> None:
 def parts_of_model(sizes: Mapping[str, int], parts: int) -> dict[str, int]:
     """Divide tensors of these sizes into equally large parts; return the part of each.
 
-    From the largest on, each tensor joins the smallest part so far, so equal tensors of all layers
-    go to the parts in turn. Names and sizes alone decide, so all ranks find the same parts.
+    From the largest tensor to the smallest, each joins the part that is smallest so far. So equal
+    tensors of all layers go to the parts in turn. Only names and sizes decide, so all ranks find
+    the same parts.
     """
     filled, found = [0] * parts, dict[str, int]()
     for name in sorted(sizes, key=lambda one: (-sizes[one], one)):

@@ -1,7 +1,7 @@
 """Handles the processes of a training: device mesh, options, random numbers, error messages.
 
-Scripts import from here what the modules list in `__all__`; the runtime's own files import from the
-modules.
+Scripts import the names of the modules' `__all__` from here. The runtime's own files import from
+the modules.
 """
 
 from autopar.runtime.ranks.mesh import *

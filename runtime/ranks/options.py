@@ -98,7 +98,7 @@ DECAY = Real(0, 1e6)
 def workers_here(text: str) -> int:
     """Parse the number of DataLoader workers of a rank; ranks share the processors of a machine.
 
-    "auto" means two for a GPU, which would wait for rows otherwise, and none on CPUs.
+    "auto" means two for a GPU, so that it does not wait for rows, and none on CPUs.
     """
     if text == "auto":
         return _WORKERS_OF_GPU if torch.cuda.is_available() else 0

@@ -110,8 +110,8 @@ def place_of(function: Callable[..., Any] | None) -> str:
 def tell_errors_once() -> None:
     """Print an uncaught error as one message for all ranks, not as a traceback on each.
 
-    All ranks exit with the message of the first rank that fails. A process that exits otherwise
-    before its training is over prints a message, too.
+    All ranks exit with the message of the first rank that fails. A process that exits without an
+    error before its training is over prints a message, too.
     """
     # torch's pipelines would log the error, too
     logging.getLogger("torch.distributed.pipelining").setLevel(logging.CRITICAL)
@@ -165,7 +165,7 @@ def verdict_of(error: BaseException) -> ExitReason:
 def _first_cause(error: BaseException) -> BaseException:
     """Return the user's error that caused a library's error, as in torch's pipelines.
 
-    An error that was not raised by a library is returned itself, whatever its cause is.
+    An error that was raised outside of libraries is returned itself.
     """
     cause = error.__cause__
     raised = [one.whose for one in _lines(error)][-1:]

@@ -1,7 +1,7 @@
-"""Recomputes layers in the backward, or keeps what they save in the host's memory.
+"""Recomputes layers in the backward, or keeps their saved tensors in the host's memory.
 
-Scripts import from here what the modules list in `__all__`; the runtime's own files import from the
-modules.
+Scripts import the names of the modules' `__all__` from here. The runtime's own files import from
+the modules.
 """
 
 from autopar.runtime.recompute.on_host import *

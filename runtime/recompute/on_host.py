@@ -1,4 +1,4 @@
-"""Keeps what the backward of a layer needs in the host's memory until this backward.
+"""Keeps the tensors that a layer saves for its backward in the host's memory until then.
 
 Each tensor that autograd saves in a layer's forward is copied to the host while the next layer runs
 its forward, and then freed on the device. Of a recomputed layer these are its inputs. The tensors
@@ -35,7 +35,7 @@ _MOST_LAYERS = 2  # that may save one tensor: the layer that makes it, and the n
 
 
 def save_on_host(layers: Sequence[nn.Module], device: torch.device) -> None:
-    """Let layers keep what their backwards need in the host's memory.
+    """Let layers keep the tensors that they save for their backwards in the host's memory.
 
     Call this after `compile_layers` and `recompute`, and before `wrap`, with the layers in the
     order in which they run. Later steps reuse the host's memory.

@@ -1,7 +1,7 @@
 """Saves and restores buffers that a forward writes, if the forward runs more than once per step.
 
 A recomputed layer starts from the values that its buffers had before the first forward; afterwards
-it has the newer values again. Buffers that do not depend on rows (a step count, the power iteration
+the newer values are put back. Buffers that do not depend on rows (a step count, the power iteration
 of a spectral norm) advance once per step, however many microbatches the step has.
 """
 

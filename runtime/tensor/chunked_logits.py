@@ -2,9 +2,9 @@
 
 `chunk_logits(linear, chunks)` makes an `nn.Linear` return `ChunkedLogits`: a tensor with the shape
 of the logits and without memory. Views, slices of rows, casts and products with a number give
-`ChunkedLogits` again. A cross entropy whose result is one number computes each chunk's logits, its
-loss, and at once its gradients, which are kept until the backward. Nothing is computed twice. Any
-other op gets the logits as an ordinary tensor, and gradients flow through it as usual.
+`ChunkedLogits` again. A cross entropy whose result is one number computes the logits, the loss and
+the gradients chunk by chunk, and keeps the gradients until the backward: nothing is computed twice.
+Any other op gets the logits as an ordinary tensor, and gradients flow through it as usual.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ _TENSORS = frozenset({"T", "H", "mT", "mH", "real", "imag", "data"})  # attribut
 def chunk_logits(module: nn.Module, chunks: int) -> None:
     """Let the loss make the results of a linear layer in chunks of rows.
 
-    The module has a `weight`, perhaps a `bias`, and does what an nn.Linear does. Call this before
-    `wrap`.
+    The module must compute like an nn.Linear, from a `weight` and perhaps a `bias`. Call this
+    before `wrap`.
     """
 
     def forward(x: Tensor) -> Tensor:

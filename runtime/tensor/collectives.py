@@ -159,8 +159,8 @@ def exchange(
 def fuse_with_products(axis: Axis) -> None:
     """Let inductor send gathers and sums along dims piece by piece, while products are computed.
 
-    GPUs of a node have ops for this, which copy from each other's memory. On CPUs and in a dry run
-    nothing changes.
+    torch has ops for this for GPUs of one node, which read each other's memory. On CPUs and in a
+    dry run nothing changes.
     """
     if axis.group is None or not torch.cuda.is_available() or DRY_RUN in os.environ:
         return

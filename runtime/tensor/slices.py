@@ -7,8 +7,8 @@ shard of a concatenation is the concatenation of the shards.
 
 Also remembers the whole lengths of a microbatch's split dims. 57 tokens on two ranks are 29 and 28,
 and from 29 a rank cannot tell whether all ranks have 57 or 58. A length is known if the dim was cut
-in this forward, or if the stage received it. If two known lengths have equal shares on some rank
-(those of a text and of its labels, say), a message decides.
+in this forward, or if the stage received it. If two known lengths (of a text and of its labels,
+say) have equal shares on some rank, the ranks exchange a message.
 """
 
 from __future__ import annotations

@@ -307,7 +307,7 @@ class _Numbers(dict[int, int]):
 
 
 def _in_digest(history: History, op: RecordedOp, numbers: _Numbers) -> tuple[Any, ...]:
-    """Return what a digest covers of an op."""
+    """Return the facts of an op that go into a digest."""
     given = tree_map(numbers.named, (op.arguments, sorted(op.keywords.items())))
     if op.draw is None:
         return op.name, given

@@ -1,6 +1,6 @@
-"""Keeps recorded ops, as those of a constructor, and replays those of single tensors.
+"""Keeps recorded ops, such as those of a constructor, and replays the ops of single tensors.
 
-To replay a tensor is to run again, on the CPU, the recorded ops that determine its values. They are
+Replaying a tensor runs again, on the CPU, the recorded ops that determine its values. They are
 found by walking backwards from the tensor's storage. An op is recorded if it makes or writes to a
 storage; views need no record.
 """
