@@ -292,7 +292,7 @@ OTHERS = {
         code=6,
         files={"w.safetensors": HOSTILE_NAME},
     ),
-    "a password": _script("--metrics http://me:secret@host/m", "http://me:***@host/m: stores add"),
+    "a password": _script("--metrics http://me:secret@host/m", "http://me:***@host/m: stores can"),
     "a file of the user's beside an export": _script(
         "--export w.safetensors",
         "the trained weights are in",

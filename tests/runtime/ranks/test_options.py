@@ -93,8 +93,13 @@ def test_epochs_stand_in_the_place_of_steps(
 def test_ranks_may_differ_only_in_options_that_do_not_change_their_steps(
     words: tuple[str, ...], is_compared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given: list[tuple[int, ...]] = []
-    monkeypatch.setattr(options, "differing", lambda own, *_: given.append(tuple(own)) or {})
+    given: list[list[int]] = []
+
+    def differing(own: list[int], *_: object) -> dict[int, int]:
+        given.append(own)
+        return {}
+
+    monkeypatch.setattr(options, "differing", differing)
     for one in (words, ()):
         check_same_options(read(*one, workers=0), cast("Mesh", SimpleNamespace(world=None)))
     assert (given[0] != given[1]) is is_compared
