@@ -161,8 +161,7 @@ def read_dataset(new_dataset: Callable[[], Any], options: Namespace, mesh: Mesh)
         return None
     with seeded(options.seed), exit_on_error("build_dataset() of the model file"):
         dataset = new_dataset()
-    if not is_streamed(dataset):
-        check_same_length(len(dataset), "build_dataset", mesh)
+    is_streamed(dataset)  # exits if it is no dataset
     return dataset
 
 
@@ -212,6 +211,7 @@ def dataset_batches(
         workers = min(workers, 1)  # a stream is read in order, so only one can read ahead
         loader = DataLoader(rows, batch_size=None, num_workers=workers, pin_memory=is_pinned)
     else:
+        check_same_length(len(dataset), "build_dataset", mesh)
         at_once = dealing.block if epochs.last is not LastRows.PAD else 0
         listed = listed_rows(dataset, example, collate, share, mesh, at_once=at_once, seed=seed)
         dealt = dealing.dealt(shuffled(len(dataset), seed, skip), epochs, skip)

@@ -26,8 +26,11 @@ if has("import"):
     import no_such_package  # type: ignore[import-not-found]  # noqa: F401
 
 
-if has("other steps"):
-    sys.argv += ["--steps", "5"]
+for fault, words in {
+    "other steps": ["--steps", "5"],
+    "other data": ["--data", "synthetic"],
+}.items():
+    sys.argv += words if has(fault) else []
 
 
 class Model(nn.Module):
