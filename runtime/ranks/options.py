@@ -68,11 +68,8 @@ class Real:
 
 
 def times(text: str) -> Fraction:
-    """Parse a number of epochs; 0.1 is exactly a tenth.
-
-    Bounds are checked first, because Fraction("1e999999999") makes a billion digits.
-    """
-    Real(_LEAST_EPOCHS, MOST_EPOCHS)(text)
+    """Parse a number of epochs; 0.1 is exactly a tenth."""
+    Real(_LEAST_EPOCHS, MOST_EPOCHS)(text)  # first: Fraction("1e999999999") has a billion digits
     return Fraction(text)
 
 
@@ -379,20 +376,25 @@ def in_rounds(options: Namespace, sync_every: int) -> Iterator[str]:
             yield f"note: {option} is {rounded:,}: replicas are equal every {sync_every:,} steps"
 
 
-# The ranks of a training may have other values of these options, and of paths.
-_OF_ONE_RANK = frozenset({"json", "timeout", "workers"})
+# The ranks of a training may have different values of these options.
+_OF_ONE_RANK = frozenset({"json", "metrics", "tensorboard", "timeout", "workers"})
 
 
 def check_same_options(options: Namespace, mesh: Mesh) -> None:
-    """Exit if the ranks have different values of an option that changes their steps."""
-    kinds = (bool, int, float, Fraction, tuple, torch.dtype)
+    """Exit if the ranks have different values of an option that changes what they do."""
     compared = [one for one in OPTIONS if one.key not in _OF_ONE_RANK]
-    values = [(getattr(options, one.key), "choices" in one.how) for one in compared]
-    # any other text is a path, which may be given to some ranks alone
-    texts = [repr(one) if is_word or isinstance(one, kinds) else "" for one, is_word in values]
+    texts = [_compared(getattr(options, one.key), one) for one in compared]
     numbers = [mixed_seed(*text.encode()) for text in texts]
     for index, rank in differing(numbers, mesh.world, mesh).items():
         refuse(
             f"ranks 0 and {rank} were started with different values of {compared[index].name}",
             fix="start all ranks of a training with the same options and the same script",
         )
+
+
+def _compared(value: object, option: Option) -> str:
+    """Return the text of a value that is compared; of a path only whether there is one."""
+    kinds = (bool, int, float, Fraction, tuple, list, torch.dtype)
+    if isinstance(value, kinds) or "choices" in option.how:
+        return repr(value)
+    return repr(value in (None, NONE))  # nodes may name a place differently

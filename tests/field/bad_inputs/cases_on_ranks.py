@@ -102,6 +102,8 @@ def _of_one_rank() -> dict[str, OnRanks]:
             ("dp=2", "length", 1, "build_dataset() returns 64 rows on rank 0 and 65 on rank 1", 6),
             ("dp=2", "other steps", 1, "0 and 1 were started with different values of --steps", 6),
             ("dp=2", "other data", 1, "0 and 1 were started with different values of --data", 6),
+            ("dp=2", "other checkpoint", 1, "different values of --checkpoint", 6),
+            ("dp=2", "other export", 1, "different values of --export", 6),
             ("dp=2", "other rate", 1, "makes different optimizers on the ranks: lr differ", 6),
             ("dp=2,tp=2", "other optimizer", 3, "on the ranks: classes differ", 6),
             ("dp=2", "forward", 1, "rank 1: RuntimeError: no forward", 7),

@@ -29,6 +29,8 @@ if has("import"):
 for fault, words in {
     "other steps": ["--steps", "5"],
     "other data": ["--data", "synthetic"],
+    "other checkpoint": ["--checkpoint", "kept"],
+    "other export": ["--export", "w.safetensors"],
 }.items():
     sys.argv += words if has(fault) else []
 
