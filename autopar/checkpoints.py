@@ -245,8 +245,8 @@ class NumberDifference:
 
     kind: str
     name: str
-    before: float | int | bool | None
-    after: float | int | bool | None
+    before: float | int | bool | str | None  # a string for inf, -inf and nan
+    after: float | int | bool | str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

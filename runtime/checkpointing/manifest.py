@@ -18,7 +18,15 @@ from autopar.runtime.checkpointing.owners import overlaps
 from autopar.runtime.checkpointing.safetensors_file import WrittenFile
 from autopar.runtime.checkpointing.states import BASIS, ERRORS, STATE, WEIGHT, Scalar
 from autopar.runtime.ranks.locations import MANIFEST, MARK, Location, text_of
-from autopar.runtime.ranks.metrics import Check, Count, Named, NotARecordError, parsed, record
+from autopar.runtime.ranks.metrics import (
+    NOT_FINITE,
+    Check,
+    Count,
+    Named,
+    NotARecordError,
+    parsed,
+    record,
+)
 from autopar.runtime.tensor.shards import shape_of
 from autopar.runtime.tensor.slices import Ranges
 from autopar.runtime.texts import in_a_line
@@ -208,7 +216,10 @@ def _is_valid(scalar: Scalar) -> bool:
     value = scalar.value
     if isinstance(value, int) and not -_LARGEST <= value < _LARGEST:
         return False
-    kind = None if scalar.dtype is None else getattr(torch, scalar.dtype, None)
+    kind = torch.float64 if scalar.dtype is None else getattr(torch, scalar.dtype, None)
+    if isinstance(value, str):
+        is_float = isinstance(kind, torch.dtype) and kind.is_floating_point
+        return is_float and value in NOT_FINITE
     return scalar.dtype is None or (isinstance(kind, torch.dtype) and value is not None)
 
 

@@ -28,6 +28,7 @@ from autopar.runtime.data_parallel.wrapping import buckets_of
 from autopar.runtime.optimizer.outer import outer_of
 from autopar.runtime.optimizer.pieces import ParameterPiece
 from autopar.runtime.ranks.leaving import refuse
+from autopar.runtime.ranks.metrics import as_json
 from autopar.runtime.tensor.shards import Chunks, whole
 
 RANDOM = "random/"
@@ -72,7 +73,7 @@ _PLAIN = (bool, int, float, type(None))
 class Scalar:
     """A number that an optimizer keeps for a parameter, plain or as a tensor."""
 
-    value: float | int | bool | None
+    value: float | int | bool | str | None  # a string for inf, -inf and nan
     dtype: str | None = None
     on_device: bool = False
 
@@ -258,9 +259,9 @@ def numbers_of(tensors: Sequence[Tensor]) -> dict[int, float | int | bool]:
 
 def _scalar(value: Any, read: Mapping[int, float | int | bool]) -> Scalar:
     if not isinstance(value, Tensor):
-        return Scalar(value=value)
-    dtype = str(value.dtype).removeprefix("torch.")
-    return Scalar(value=read[id(value)], dtype=dtype, on_device=value.device.type != "cpu")
+        return Scalar(value=as_json(value))
+    dtype, number = str(value.dtype).removeprefix("torch."), as_json(read[id(value)])
+    return Scalar(value=number, dtype=dtype, on_device=value.device.type != "cpu")
 
 
 REPLICA = "@"  # before a replica's number, at the end of a key
@@ -281,10 +282,11 @@ def _state(target: SteppedTensor, optimizer: Optimizer) -> Mapping[str, Any]:
 
 def made_scalar(scalar: Scalar, target: SteppedTensor, optimizer: Optimizer) -> Any:
     """Return a number as the optimizer stores it; fused kernels read it on the device."""
+    value = float(scalar.value) if isinstance(scalar.value, str) else scalar.value
     if scalar.dtype is None:
-        return scalar.value
+        return value
     groups = optimizer.param_groups
     group = next(g for g in groups if any(one is target.parameter for one in g["params"]))
     there = scalar.on_device or group.get("fused") or group.get("capturable")
     device = target.parameter.device if there else torch.device("cpu")
-    return torch.tensor(scalar.value, dtype=getattr(torch, scalar.dtype), device=device)
+    return torch.tensor(value, dtype=getattr(torch, scalar.dtype), device=device)

@@ -268,7 +268,7 @@ class Metrics:
         self._curves.add(fields)
         if self._path is None:
             return
-        line = masked(json.dumps({"time": round(time.time(), 3), **_as_json(fields)}))
+        line = masked(json.dumps({"time": round(time.time(), 3), **as_json(fields)}))
         try:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(line + "\n")
@@ -309,8 +309,11 @@ def _ends_in_a_line(path: Path) -> bool:
         return file.read() == b"\n"
 
 
-def _as_json(value: Any) -> Any:
-    """Return fields with nan and inf as strings, because JSON has neither."""
+NOT_FINITE = ("inf", "-inf", "nan")
+
+
+def as_json(value: Any) -> Any:
+    """Return a value, or fields, with nan and inf as strings, because JSON has neither."""
     if isinstance(value, dict):
-        return {name: _as_json(one) for name, one in value.items()}
+        return {name: as_json(one) for name, one in value.items()}
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -174,6 +174,8 @@ def _checkpoints() -> Iterator[tuple[str, Case]]:
         ("there is no such field", {"moment.mine": 1}),
         ("tensors: [] is not an object", {"tensors": []}),
         ("no number that an", {"scalars": {"state/step/x": {"value": 1, "dtype": "load"}}}),
+        ("no number that an o", {"scalars": {"state/step/y": {"value": "1"}}}),
+        ("no number that an op", {"scalars": {"state/step/z": {"value": "inf", "dtype": "int8"}}}),
         ("no weight of this name and", {"exported": {"x": {"dtype": "F32", "aliases": []}}}),
         ("is of format 2, and this reads 1", {"format": 2}),
     ):

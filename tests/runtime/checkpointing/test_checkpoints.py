@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import pickle
 import shutil
 from collections.abc import Callable, Iterable
@@ -63,6 +64,23 @@ def _write(folder: Path, step: int, mesh: Mesh, *, width: int = 4) -> Path:
     return folder / f"step-{step}"
 
 
+class Unlikely(Optimizer):
+    """Steps only while its states are numbers that JSON does not have."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        del closure
+        for one in self.param_groups[0]["params"]:
+            if one.grad is not None:
+                state = self.state[one] or {"least": math.inf, "most": torch.tensor(-math.inf)}
+                self.state[one] = {**state, "last": math.nan}
+                if state["least"] > 0 > state["most"] and state.get("last", math.nan) != 0:
+                    one.add_(one.grad, alpha=-0.1)
+
+
 FACTORIES: dict[str, Factory] = {
     "adamw": lambda p: AdamW(p, lr=0.1, amsgrad=True),
     "sgd": lambda p: SGD(p, lr=0.1, momentum=0.9),
@@ -71,6 +89,7 @@ FACTORIES: dict[str, Factory] = {
     "nadam": lambda p: NAdam(p, lr=0.1),
     "rmsprop": lambda p: RMSprop(p, lr=0.1, centered=True),
     "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.1),
+    "states without a number": Unlikely,
 }
 
 
