@@ -285,13 +285,13 @@ def nothing_runs(
 
     If constraints are the cause, `conflict` holds a minimal set of them.
     """
+    on = f"on {devices} device{'s' * (devices > 1)}"
     if not conflict:
         return InfeasibleError(
-            f"no arrangement of {devices} devices can run the model",
-            fix="use another number of devices",
+            f"{on} no arrangement can run the model", fix="use another number of devices"
         )
     return InfeasibleError(
-        f"on {devices} devices no plan satisfies {conflict_text(conflict)}",
+        f"{on} no plan satisfies {conflict_text(conflict)}",
         expected=_expected(
             conflict, layers=sum(learning(subject)), shared=tuple(shared_buffers(subject))
         ),

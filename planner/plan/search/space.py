@@ -122,7 +122,7 @@ def _contradiction(
     batch: BatchFacts,
 ) -> InfeasibleError:
     fields, why = {one.field for one in conflict}, _why(batch)
-    found = f"on {devices} devices no plan satisfies {conflict_text(conflict)}"
+    found = f"on {devices} device{'s' * (devices > 1)} no plan satisfies {conflict_text(conflict)}"
     if fields <= CHOICES:
         fix = "together they leave no choice: allow one that all of them have"
         return InfeasibleError(found, fix=fix)
@@ -139,7 +139,9 @@ def _contradiction(
     rest = constraints_of(one for one in constraints.declared if one not in conflict)
     legal = legal_degrees(devices, rest) or legal_degrees(devices, Constraints())
     wanted = (constraints.pipeline, constraints.data, constraints.tensor)
-    return InfeasibleError(found, expected=f"legal are {_listed(nearest_degrees(legal, wanted))}")
+    expected = f"legal are {_listed(nearest_degrees(legal, wanted))}"
+    fix = "local steps need several replicas: take more data ranks" * ("sync_every" in fields)
+    return InfeasibleError(found, expected=expected, fix=fix)
 
 
 def _why(batch: BatchFacts) -> str:
@@ -299,11 +301,9 @@ def offloads_in_vain(arrangement: Arrangement, choices: Choices) -> bool:
     """Whether an arrangement is useless or cannot run, because of its offload or ZeRO level.
 
     Without offload, ZeRO on a single data rank is useless. With offload, two things are useless
-    unless the ZeRO level is demanded: several data ranks without ZeRO (with ZeRO each would step
-    faster and hold less), and ZeRO-2 (ZeRO-3 frees more memory). Two cannot run with offload:
-    fully_shard over groups of one rank, and split backwards, which do not call the hooks that send
-    gradients to the host. An optimizer on the host cannot take local steps. An outer optimizer has
-    nothing to do without local steps.
+    unless the ZeRO level is demanded: several data ranks without ZeRO (with it, each steps faster
+    and holds less), and ZeRO-2 (ZeRO-3 frees more memory). Two cannot run: fully_shard over groups
+    of one rank, and split backwards, which call no hooks that send gradients to the host.
     """
     if offloads_wrongly(arrangement):
         return True

@@ -244,8 +244,9 @@ def test_parts_need_local_steps_of_their_own() -> None:
 
 
 def test_local_steps_need_several_replicas() -> None:
-    with pytest.raises(AutoparError, match="100 local steps"):
+    with pytest.raises(AutoparError, match="100 local steps") as raised:
         found(SLOW, choices__sync_every=100, pins__dp=1)
+    assert "more data ranks" in raised.value.fix
     with pytest.raises(AutoparError, match="100 local steps"):
         found(SLOW, choices__sync_every=100, pins__shard=4, pins__dp=4)
 
