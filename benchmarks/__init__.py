@@ -1,1 +1,1 @@
-"""Programs that measure: each prints ratios or residuals of figures from one run."""
+"""Programs that measure autopar's speed, accuracy and correctness, and write their results."""

@@ -5,8 +5,8 @@
 For each model on each number of devices, the fastest published layout (of the first global batch in
 the tables) is priced with the planner's own costs, with the recomputation that the run had. Then
 the best plan for the same batch is searched, and both are printed. A ratio above 1 means that the
-plan is slower than what people ran. If our memory model says that a layout needs more than its
-devices have (another framework's kernels keep less), layout and plan may both use what it needs.
+plan is slower than what people ran. A published layout may not fit by our memory model, because
+another framework's kernels save less. The plan may then use as much memory as that layout needs.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ _ENDLESS_BYTES = 1 << 60
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """A model on some devices: its published layout, and the plan that is chosen."""
+    """A model on some devices: its published layout, and the best plan."""
 
     row: Row
     published: Candidate
-    limit_bytes: int  # allowed on a device, if that is more than it has; else 0
+    limit_bytes: int  # the memory that both may use, if a device has less; otherwise 0
     chosen: Candidate
     gap: float
     seconds: float
@@ -156,9 +156,9 @@ def compared(row: Row, most_seconds: float) -> Compared:
 def _published(
     explorer: Explorer, arrangement: Arrangement, modes: frozenset[Recompute]
 ) -> tuple[Explorer, Candidate, int]:
-    """Return the search, the published layout, and the bytes that both get beyond a device's.
+    """Price the published layout; return the search for a plan with as much memory, and the layout.
 
-    The bytes are 0 if a device has enough; otherwise the search gets what the layout needs.
+    The last result is 0 if the layout fits a device, otherwise the bytes that it needs.
     """
     found = _solved(explorer, arrangement, modes)
     if found is not None:

@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node 2 -m benchmarks.checkpoint_stall [--pairs 5] [--layers 24]
 
-A training with ZeRO-1 over all ranks writes checkpoints of both kinds in turns. This prints the
+A training with ZeRO-1 over all ranks writes checkpoints in both ways, in turns. This prints the
 median waits and their ratio (background ÷ at once), how much longer a step takes while a checkpoint
-is being written, and the size of the largest file over an even share.
+is being written, and how much larger the largest file is than the mean.
 """
 
 from __future__ import annotations
@@ -96,10 +96,11 @@ def _tell(
     short, long = (median(one.waited_seconds for one in found) for found in (beside, at_once))
     step = median(calm)
     print(f"{sum(sizes) / 1e6:,.0f} MB on {len(sizes)} ranks")
-    print(f"the training waits {short:.3f} s beside, {long:.3f} s at once: {short / long:.1%}")
-    print(f"beside it a checkpoint takes {median(one.seconds for one in beside):.3f} s")
+    took = median(one.seconds for one in beside)
+    print(f"written at once, a checkpoint stops the training for {long:.3f} s")
+    print(f"in the background, it stops it for {short:.3f} s ({short / long:.1%}) of {took:.3f} s")
     print(f"steps take {median(busy or calm) / step:.2f} × as long then ({step * 1e3:.1f} ms)")
-    print(f"the largest file is {max(sizes) * len(sizes) / sum(sizes):.4f} × an even share")
+    print(f"the largest file is {max(sizes) * len(sizes) / sum(sizes):.4f} × as large as the mean")
 
 
 def _options() -> argparse.Namespace:

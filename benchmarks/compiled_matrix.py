@@ -1,7 +1,7 @@
-"""Trains models whose layers are compiled, and draws where that equals one process.
+"""Trains models with compiled layers, and tabulates which trainings equal one process.
 
 `python -m benchmarks.compiled_matrix [MODEL…] [--kinds KIND…] [--backend inductor]
-[--dtype float32] [--missing]`, where names are patterns. Every cell is kept as it comes.
+[--dtype float32] [--missing]`, where names are patterns. Each cell is saved at once.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Cells = Mapping[tuple[str, str, str], Mapping[str, Any]]  # by way, model and ki
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Compute the cells one after another, and draw the page anew with each."""
+    """Compute the cells one after another, and rewrite the page after each."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("models", nargs="*", help="patterns, as in `GPT*`")
     parser.add_argument("--kinds", nargs="+", default=["*"], help="patterns, as in `tp*`")
@@ -77,7 +77,7 @@ def _matching(names: Iterable[str], patterns: Sequence[str]) -> list[str]:
 
 
 def kept_cells() -> Cells:
-    """Return the cells that earlier runs have left, those that still exist."""
+    """Return the cells of earlier runs whose model and kind still exist."""
     found = {}
     for line in CELLS.read_text(encoding="utf-8").splitlines() if CELLS.exists() else ():
         row = json.loads(line)
@@ -106,13 +106,13 @@ def page(cells: Cells) -> str:
         "# Compiled layers against one process",
         "",
         "Written by `python -m benchmarks.compiled_matrix`: three steps in float64 on gloo",
-        "processes, and a fourth with random numbers. Shown is the greatest difference of a loss,",
-        "a gradient norm, a gradient and a parameter, and how many graphs a rank compiled. In",
-        "float32 it is that of a loss, relative to the losses, and at most 1e-5 is equal.",
+        "processes, and a fourth with random numbers. A cell has the greatest difference of a",
+        "loss, a gradient norm, a gradient or a parameter, and how many graphs a rank compiled. In",
+        "float32, it has that of a loss, relative to the loss, and 1e-5 or less is equal.",
         "`aot_eager` is torch.compile without code of inductor. Empty cells were not computed;",
-        "no plan splits a sequence that the model's axes lack (an image, a single feature).",
-        "Code is proved inside a mode that turns dropout off, whose own lines break graphs, too:",
-        "transformer_lm's pipeline has no breaks outside of it.",
+        "no plan splits a sequence that a model does not have (an image, a single feature).",
+        "The steps run in a mode that turns dropout off. Its own code breaks graphs, too: the",
+        "breaks of transformer_lm's pipeline are all there.",
     ]
     for way in WAYS:
         own = {place[1:]: row for place, row in cells.items() if place[0] == way}

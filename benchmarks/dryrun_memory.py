@@ -2,8 +2,8 @@
 
     python benchmarks/dryrun_memory.py [--only llama8b-8 …] [-o FILE]
 
-The plans are for Llama 8B on 8 and Llama 70B on 64 A100s of 80 GB: the chosen ones, and some with
-pinned layouts. Of each plan, a rank of the first, of a middle and of the last stage is run. The
+The plans are for Llama 8B on 8 and Llama 70B on 64 A100s of 80 GB: the best ones, and some with
+pinned degrees. Of each plan, a rank of the first, of a middle and of the last stage is run. The
 page is rewritten after every rank.
 """
 
@@ -108,12 +108,12 @@ def page(rows: Sequence[Row], refused: Sequence[str]) -> str:
     return "\n".join(
         (
             "# The memory of plans against dry runs of their scripts\n",
-            f"Remade by `python benchmarks/dryrun_memory.py`; Llamas on {DEVICE}. Plan, then dry "
-            "run, in GiB of tensors at the peak. State: parameters, gathered ones too, gradients "
-            "and optimizer; work space: all that lives while a layer runs, and buckets. "
+            f"Remade by `python benchmarks/dryrun_memory.py`; Llamas on {DEVICE}. Each cell has "
+            "the plan's figure, then the dry run's, in GiB of tensors at the peak. State: "
+            "parameters (also gathered ones), gradients and optimizer. Work space: tensors that "
+            "exist only while a layer runs, and buckets. "
             f"Within {CLOSE:.0%} and {MOST_SECONDS} s: {reached} of {len(rows)} ranks. "
-            f"{os.getloadavg()[0]:.0f} programs wanted this machine's {os.cpu_count()} cores at "
-            "the end.\n",
+            f"Load average at the end: {os.getloadavg()[0]:.0f} on {os.cpu_count()} cores.\n",
             *table(rows),
             *(f"\n{one}" for one in refused),
             "",

@@ -69,7 +69,7 @@ def _out_of_time(*_: object) -> None:
 
 
 def _distinct(found: Sequence[Finding]) -> Iterator[Finding]:
-    """Yield one finding of each kind but SAME."""
+    """Yield one finding of each kind except SAME."""
     yield from {one.kind: one for one in found if one.kind is not Kind.SAME}.values()
 
 

@@ -2,10 +2,10 @@
 
     python -m benchmarks.every_plan [MODEL…] [--rounds 3] [--budget 30] [-o FILE]
 
-Each model is profiled with its collectives, as `autopar profile --net` does it; then every
-arrangement of the search (degrees, microbatches, schedule, ZeRO), with each recompute mode, is
-planned with that profile, emitted, and its script trained on two gloo processes of one thread.
-The scripts take turns in several rounds, so that a slow minute of the machine affects all of them.
+Each model is profiled with its collectives, as by `autopar profile --net`. Then every arrangement
+of the search (degrees, microbatches, schedule, ZeRO) is planned with that profile and with each
+recompute mode, and its script trains on two gloo processes of one thread. The scripts take turns in
+several rounds, so that a slow minute of the machine affects all of them.
 The page compares predicted with measured times, and the plan that the search chooses with the best.
 The fastest of a hundred measurements is partly luck. So the chosen plan and the few fastest run
 again in turns, and only these runs say how far the chosen plan is from the best.

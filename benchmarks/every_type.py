@@ -1,9 +1,9 @@
 """Takes every model type of transformers, made tiny, through plan, script and training.
 
 `python -m benchmarks.every_type [TASK[:TYPE]…] [--missing]`. Each type is planned with dp 2, with
-pp 2 and with tp 2, and twice with full recomputation (under ZeRO-3, and in a pipeline), for which
-decoders use their caches. Each installed library of model families (timm, torchvision) is a task,
-too. Types that plain PyTorch does not train in these sizes are counted separately, and not tried.
+pp 2 and with tp 2, and twice with full recomputation: under ZeRO-3, and in a pipeline. In these
+two, decoders keep their caches of keys and values. Each installed library of models (timm,
+torchvision) is a task, too. Types that plain PyTorch does not train in these sizes are not tried.
 """
 
 from __future__ import annotations

@@ -53,9 +53,9 @@ def _row(task: str, cells: Mapping[CellKey, Cell], kinds: Sequence[str]) -> str:
 
 
 def _count(cells: Sequence[Cell], *, of: int) -> str:
-    """Return how many cells are equal, of how many if some types are missing, and (really split).
+    """Return the number of equal cells, such as "7 of 9 (3)": 9 were tried, of more types.
 
-    A plan is really split if tensor ranks divide at least _LEAST_SHARE of its matmul FLOPs.
+    Tensor ranks divide at least _LEAST_SHARE of the matmul FLOPs of the 3 in brackets.
     """
     if not cells:
         return "–"

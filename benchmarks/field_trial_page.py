@@ -20,16 +20,16 @@ def page(cells: Cells) -> str:
     lines = [
         "# Field trial: models that nobody here wrote",
         "",
-        f"Every model goes through plan, script, {STEPS} steps in float64 on gloo processes; their",
-        "number ends the name of a kind, beside one process of plain PyTorch. Shown is the largest",
-        "difference of a loss, a clipped gradient, a parameter or a running statistic; equal is",
-        f"{TOLERANCE:g} or less. In bf16 it is how many times as far from one process in fp32 a",
-        "loss, or the first gradient of a parameter, is as that of one process in bf16, and",
-        f"{HALF_TOLERANCE:g} or less is equal. Where bf16 alone misses a third of the gradients,",
-        "as it does under ResNet's batch norms over so few rows, that would not notice a gradient",
-        "counted twice; float64 does. Percentages are shares of the matrix FLOPs that tensor",
-        "ranks divide. Why plans are refused stands below; cells that were not run are empty.",
-        "Told is what `autopar plan` says of pins that part a batch whose rows meet.",
+        f"Every model is planned, and its script trains {STEPS} steps in float64 on gloo processes",
+        "(a kind's name ends with their number), compared with one process of plain PyTorch. A",
+        "cell has the largest difference of a loss, a clipped gradient, a parameter or a running",
+        f"statistic; {TOLERANCE:g} or less is equal. In bf16, it has the script's distance from",
+        "fp32, in losses and first gradients, divided by that of one process in bf16;",
+        f"{HALF_TOLERANCE:g} or less is equal. That hides a gradient counted twice where bf16",
+        "itself is a third off, as with ResNet's batch norms over few rows; float64 shows it.",
+        "Percentages are shares of the matrix FLOPs that tensor ranks divide. Reasons of refused",
+        "plans follow the tables; cells that were not run are empty. Told: pins split a batch",
+        "whose rows depend on each other, and `autopar plan` warns of that.",
     ]
     for title, subjects in (("Families of Hugging Face", FAMILIES), ("Awkward shapes", AWKWARD)):
         there = [subject for subject in subjects if any(s == subject for s, _ in cells)]

@@ -43,13 +43,13 @@ class CollectiveRow:
 
 
 def collective_rows(models: Sequence[Model]) -> list[CollectiveRow]:
-    """Measure the link and the plans' collectives in turns, and predict these from the link."""
+    """Measure the link and the plans' collectives in turns; predict the latter from the link."""
     plain = choose_cluster(RANKS, "cpu")
     wanted = [one for model in models for one in _wanted(model, plain)]
     calls = list(dict.fromkeys((collective, size) for _, _, collective, size in wanted))
     cases = link_cases()
     taken = sample([*cases, *calls], backend=Backend.GLOO, ranks=RANKS)
-    # a call may be one of the cases: run apart
+    # a call may have the size of a link case, whose samples must not stand for it
     seen, run = taken[: len(cases)], taken[len(cases) :]
     seconds = {(one.collective, one.payload_bytes): one.seconds for one in run}
     net = net_of(seen, device_name="cpu", backend=Backend.GLOO, ranks=RANKS)

@@ -164,8 +164,8 @@ def report(rows: Sequence[Row], *, rounds: int) -> Iterator[str]:
         f"Written by `benchmarks/script_speed.py`, torch {torch.__version__}, {RANKS} gloo "
         f"processes of one thread. Ratio: hand-written time ÷ script time, the median of pairs of "
         f"steps in turns, {rounds} rounds; beside it the middle half of the pairs, and the ratio "
-        f"of the cores' own time, which leaves waiting out. {os.getloadavg()[0]:.0f} programs "
-        f"wanted this machine's {os.cpu_count()} cores at the end.\n"
+        f"of CPU times, which leaves waiting out. Load average at the end: "
+        f"{os.getloadavg()[0]:.0f} on {os.cpu_count()} cores.\n"
     )
     columns = "GPT-2|plan|by hand|pairs|script|by hand|ratio|middle half|of cores|target|"
     yield f"|{columns}|"

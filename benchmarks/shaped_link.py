@@ -5,7 +5,7 @@
 Two network namespaces of this machine are the nodes (root only); `tc` shapes both ends of the cable
 between them. A GPT-2 is planned for two CPU processes and a network of that rate, with profiled
 ops, and trained by one torchrun on each node. Its batch is small, so that most of a step is
-messages. The same training on the cable as it is shows the rest.
+messages. A training over the unshaped cable shows how long a step takes without these.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ARGUMENTS: dict[str, object] = {"dim": 256, "layers": 4, "seq_len": 16, "dropout
 GPT2 = ROOT / "models_zoo" / "gpt2.py"
 ROUND = 4  # local steps to an outer step; means are taken over whole rounds
 STEPS = 2 * ROUND  # that count; the steps of a round come before
-FREE = 10_000  # Mbit/s, about what the cable does as it is
+FREE = 10_000  # Mbit/s, about the rate of the unshaped cable
 WHOLE = "[pins]\ndp = 2\nzero = 0\n"
 # constraints of the plans
 KINDS: Mapping[str, str] = {
@@ -72,7 +72,7 @@ class Row:
     rate: int  # Mbit/s
     kind: str
     sent_bytes: float
-    predicted: tuple[float, float]  # seconds of the step, and of what a fast link saves of it
+    predicted: tuple[float, float]  # seconds of a step, and how many a fast link would save
     measured: tuple[float, float]
 
     def __str__(self) -> str:
@@ -182,7 +182,7 @@ def main() -> None:
         "Written by `python -m benchmarks.shaped_link`: a GPT-2 of 4 layers, 256 wide, 16 tokens,",
         "a global batch of 2, one CPU process on each node. A step is the mean of two rounds of",
         f"{ROUND} steps{best}. What a node sends is counted on the cable.",
-        '"Network" is what the step takes more than on the cable as it is.\n',
+        '"Network" is how much longer a step takes than over the unshaped cable.\n',
         "| link | plan | sent | step predicted | measured | error | network predicted | measured "
         "| error |",
         f"|---|---|{'--:|' * 7}",

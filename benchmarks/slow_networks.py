@@ -1,11 +1,11 @@
-"""Plans for slow networks with and without choices that send less, and what is learnt with them.
+"""Compares step times and losses with and without local steps and compressed gradients.
 
     python -m benchmarks.slow_networks [--table NAME] [--steps 300] [-o FILE]
 
-The first table has predicted steps of 16 A100s on two nodes, which share one card each; the second
-those of BERT-large on 1 to 64, over 10 Gb/s. The others have the losses of models of the zoo in
-fp32, the mean of the last 50 steps. One process plays the four replicas as `autopar verify` does,
-which proves that scripts train like this.
+The first table has predicted steps of 16 A100s on two nodes with one network card each; the second
+those of BERT-large on 1 to 64 A100s, over 10 Gb/s. The others have the losses of models of the zoo
+in fp32, the mean of the last 50 steps. One process plays the four replicas, as in `autopar verify`,
+which shows that scripts train like this.
 """
 
 from __future__ import annotations

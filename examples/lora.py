@@ -25,5 +25,5 @@ def build_model(base: str, targets: str = "all-linear", rank: int = 16) -> nn.Mo
 
 
 def build_optimizer(params: list[nn.Parameter]) -> Optimizer:
-    """Return an optimizer with a larger rate than for all weights: adapters begin at zero."""
+    """Return an optimizer with a larger rate than fine-tuning needs: adapters begin at zero."""
     return AdamW(params, lr=2e-4, weight_decay=0.0)

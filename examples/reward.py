@@ -36,7 +36,7 @@ class Comparing(nn.Module):
 
 
 def build_model(base: str) -> nn.Module:
-    """Return a language model with a new head of one score in place of its own."""
+    """Return a language model with a new head that outputs one score."""
     return Comparing(base)
 
 

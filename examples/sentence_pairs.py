@@ -1,4 +1,4 @@
-"""Trains a sentence encoder: of the whole batch, a sentence should be nearest to its partner.
+"""Trains a sentence encoder to place each sentence nearest to its partner in the batch.
 
 autopar plan examples/sentence_pairs.py --arg base=BASE --arg data=pairs.jsonl --gpus 2 -o encoder
 torchrun --nproc-per-node 2 encoder/train.py --steps 1000 --export encoder/model/

@@ -18,16 +18,18 @@ from torch.optim import AdamW, Optimizer
 from torch.utils.data import Dataset
 
 NAME = "vit_small_patch16_224"
-MEAN, STD = torch.tensor([0.5, 0.5, 0.5]), torch.tensor([0.5, 0.5, 0.5])
 
 
 class Images(Dataset[dict[str, Tensor]]):
-    """The images of a folder, resized to squares, each with the number of its subfolder."""
+    """The images of a folder, as a model of timm takes them, each with its subfolder's number."""
 
-    def __init__(self, folder: str, side: int) -> None:
+    def __init__(self, folder: str, name: str) -> None:
+        settings = timm.get_pretrained_cfg(name)
+        self.side = settings.input_size[-1]
+        self.mean, self.std = torch.tensor(settings.mean), torch.tensor(settings.std)
         self.paths = sorted(one for one in Path(folder).rglob("*") if one.is_file())
         names = sorted({one.parent.name for one in self.paths})
-        self.numbers, self.side = {name: number for number, name in enumerate(names)}, side
+        self.numbers = {name: number for number, name in enumerate(names)}
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -36,7 +38,7 @@ class Images(Dataset[dict[str, Tensor]]):
         path = self.paths[index]
         image = Image.open(path).convert("RGB").resize((self.side, self.side))
         pixels = torch.from_numpy(np.array(image)).float() / 255
-        normal = ((pixels - MEAN) / STD).permute(2, 0, 1)
+        normal = ((pixels - self.mean) / self.std).permute(2, 0, 1)
         return {"x": normal, "label": torch.tensor(self.numbers[path.parent.name])}
 
 
@@ -64,7 +66,7 @@ def loss(outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
 
 def build_dataset(data: str, name: str = NAME) -> Dataset[dict[str, Tensor]]:
     """Return the images of a folder."""
-    return Images(data, timm.get_pretrained_cfg(name).input_size[-1])
+    return Images(data, name)
 
 
 def build_optimizer(params: list[nn.Parameter]) -> Optimizer:

@@ -148,8 +148,8 @@ class MaskedWords(Dataset[dict[str, Tensor]]):
         places = torch.arange(len(words))
         length = int(random.integers(3 * len(words) // 4, len(words) + 1))
         chance = torch.from_numpy(random.random(len(words)))
-        chance[random.integers(length)] = 0.0  # a batch without any masked word would have no loss
-        # 12 % become [MASK], 1.5 % another word, and 1.5 % stay, so any visible word may be wrong.
+        chance[random.integers(length)] = 0.0  # the loss needs at least one masked word
+        # 12 % become [MASK], 1.5 % another word, 1.5 % stay: the model must doubt every word.
         chosen = (chance < 0.15) & (places < length)
         others = torch.from_numpy(random.integers(self.mask, size=len(words)))
         shown = words.where(chance >= 0.135, others).where(chance >= 0.12, self.mask)

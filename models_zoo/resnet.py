@@ -22,11 +22,11 @@ class Config:
 
     blocks: tuple[int, ...]  # of each stage
     width: int  # channels of the first stage; each later one has twice as many
-    expansion: int = 1  # how much wider a block's output is than its inside: 4 in a bottleneck
+    expansion: int = 1  # channels of a block's output per inner channel: 4 in a bottleneck
     image_size: int = 32
     classes: int = 10
     shortcut: str = "conv"  # where the shape changes: "conv", or "pad" with zeros (He's option A)
-    norm: str = "batch"  # or "group", which does not look at the other images of the batch
+    norm: str = "batch"  # or "group", which normalises each image alone
 
 
 SIZES = {

@@ -14,8 +14,8 @@ from token_data import token_windows
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-BUCKETS = 32  # the number of classes into which distances are sorted
-FARTHEST = 128  # the distance from which on all belong to the last class
+BUCKETS = 32  # the number of classes of distances
+FARTHEST = 128  # longer distances share the last class
 START = 0  # the token that the decoder reads first; it is the padding token too
 SENTINELS = 100  # the highest tokens stand for spans that were taken out
 

@@ -35,7 +35,7 @@ _REDUCTIONS: dict[Any, Callable[[Tensor], Tensor]] = {
     dist.ReduceOp.PRODUCT: lambda stack: stack.prod(0),
 }
 
-_Group: Any = dist.ProcessGroup  # whose annotations differ from version to version
+_Group: Any = dist.ProcessGroup  # Any, as its annotations differ between versions of torch
 # copies of inputs on the CPU → results there
 Moved = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
@@ -55,17 +55,17 @@ class LateWork(dist.Work):
 
     def __init__(self) -> None:
         super().__init__()
-        self._written = threading.Event()  # or, on a GPU, put into the queue of the group's stream
+        self._written = threading.Event()  # the result is written or, on a GPU, queued
         self._mark: Any = None
         self._error: BaseException | None = None
 
     def end(self, mark: Any = None, error: BaseException | None = None) -> None:
-        """Let the threads go on that wait."""
+        """Wake the threads that wait."""
         self._mark, self._error = mark, error
         self._written.set()
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Wait for the result; on a GPU, until it is queued: the current stream waits for it."""
+        """Wait for the result; on a GPU, let the current stream wait for it."""
         self._written.wait()
         if self._error is not None:
             raise RuntimeError(f"a message failed: {self._error}") from self._error
@@ -142,7 +142,7 @@ class LateGroup(_Group):  # type: ignore[misc]
     def allgather(
         self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
     ) -> LateWork:
-        """Give every rank the tensors of all, one by one."""
+        """Give every rank the tensors of all ranks, each in a tensor of its own."""
         flat = [one for several in outputs for one in several]
         return self._start(
             inputs, flat, lambda own: [part for one in own for part in self._of_all(one)]
@@ -151,7 +151,7 @@ class LateGroup(_Group):  # type: ignore[misc]
     def gather(
         self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any
     ) -> LateWork:
-        """Give the root the tensors of all, one by one; the others give no outputs."""
+        """Give the root the tensors of all ranks; the other ranks pass no outputs."""
         received = [one for several in outputs for one in several]
 
         def moved(own: Sequence[Tensor]) -> list[Tensor]:
@@ -165,7 +165,7 @@ class LateGroup(_Group):  # type: ignore[misc]
     def all_gather_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> LateWork:
-        """Give every rank the tensors of all, in one."""
+        """Give every rank the tensors of all ranks in one tensor."""
         return self._start(inputs, outputs, lambda own: [self._of_all(one) for one in own])
 
     all_gather_single = _allgather_base
@@ -234,7 +234,7 @@ class LateGroup(_Group):  # type: ignore[misc]
     # ------------------------------------------------------------------ from rank to rank
 
     def send(self, tensors: Sequence[Tensor], rank: int, tag: int) -> LateWork:
-        """Send a tensor; gloo keeps the order of those for the same rank."""
+        """Send a tensor; gloo keeps the order of messages to the same rank."""
         self._check(tensors)
         work = LateWork()
         begun = self._mark_now()
@@ -271,7 +271,7 @@ class LateGroup(_Group):  # type: ignore[misc]
     # ------------------------------------------------------------------ how a message goes
 
     def _start(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], moved: Moved) -> LateWork:
-        """Queue a message, which begins when what is now in the current stream has ended."""
+        """Queue a message, which begins after all work that the current stream has now."""
         self._check([*inputs, *outputs])
         work = LateWork()
         begun = self._mark_now()

@@ -70,7 +70,7 @@ def predict_row(row: Row, zoo: Path, constants: PublishedConstants) -> Predicted
 
 
 def _with_both_gradients(stage: StagePrediction, constants: PublishedConstants) -> StagePrediction:
-    """Return a stage that also holds 16-bit gradients, beside those of 32 bits."""
+    """Return a stage that holds 16-bit gradients beside its 32-bit gradients."""
     memory = stage.memory
     narrow = memory.gradient_bytes // 2
     more = replace(

@@ -2,13 +2,13 @@
 
 What a table does not state is assumed as is usual for the techniques of the run:
 
-    gradients     fp16 training holds and reduces them in 16 bits, bf16 in 32 unless the text says
-                  PURE, which reduces them in 16; DeepSpeed's bf16 optimizer keeps those of 16 bits
-                  beside those of 32 that sum them (clear_lp_grads=False); products add gradients
-                  to sums in 32 bits, as Megatron's do, but not with DeepSpeed, PyTorch's own
-                  trainers, ZeRO-2 or ZeRO-3
-    casts         gradients are cast, clipped and copied by kernels of their own with ZeRO-2,
-                  ZeRO-3, PyTorch's own trainers and DeepSpeed's bf16 optimizer
+    gradients     in 16 bits if training in fp16, in 32 bits if in bf16; a bf16 run reduces them in
+                  16 bits if the text says PURE. DeepSpeed's bf16 optimizer keeps 16-bit gradients
+                  beside the 32-bit ones (clear_lp_grads=False). Matrix products add to 32-bit
+                  gradients directly, as in Megatron, except with DeepSpeed, PyTorch's own
+                  trainers, ZeRO-2 and ZeRO-3
+    casts         separate kernels cast, clip and copy gradients with ZeRO-2, ZeRO-3, PyTorch's own
+                  trainers and DeepSpeed's bf16 optimizer; elsewhere they are fused
     float8        fp8: one scale for each tensor, torchao's default, unless the text says rowwise;
                   weights are gathered in 16 bits, unless it says float8 all-gather
     loss          in fp32, unless the text says that it is one kernel
@@ -64,9 +64,9 @@ class Settings:
     remade: Remade
     practice: Practice
     dropout: float
-    has_narrow_gradients: bool  # of 16 bits, with an fp32 copy where the optimizer's state is
-    has_both_gradients: bool  # of 16 bits, beside those of 32 bits that sum them
-    adds_in_products: bool  # as Megatron's, products add to 32-bit gradients, and make none of 16
+    has_narrow_gradients: bool  # 16-bit gradients, and an fp32 copy beside the optimizer's state
+    has_both_gradients: bool  # 16-bit gradients beside the 32-bit ones that accumulate them
+    adds_in_products: bool  # products add to 32-bit gradients directly, as in Megatron
     is_sequence_parallel: bool
 
 
@@ -79,7 +79,7 @@ _REMADE: Mapping[str, Remade] = MappingProxyType(
         "full": Remade(recompute=Recompute.FULL, second=Recompute.FULL),
         "selective": _ATTENTION_ONLY,
         "selective (attention core)": _ATTENTION_ONLY,
-        # Keeps every second product of a layer: as if it were all products of every second layer.
+        # Every second product of a layer is saved; modelled as all products of every second layer.
         **dict.fromkeys(
             ("selective (op)", "selective (per op)"),
             Remade(recompute=Recompute.SELECTIVE, second=Recompute.FULL),

@@ -10,13 +10,11 @@ from autopar.planner.costs.kernels.rates import Throughput
 
 
 def unfused_attention_forward_seconds(
-    shape: AttentionShape, *, rates: Throughput, score_passes: float = 0, dropout: float = 0
+    shape: AttentionShape, *, rates: Throughput, dropout: float = 0
 ) -> float:
     """Return the seconds of bmm, softmax, dropout, bmm, each writing all scores to memory.
 
-    `score_passes` counts reads plus writes of the scores by further ops: 0 if scale, mask and
-    softmax are one kernel (Megatron's fused softmax), 4 in eager PyTorch, which scales and adds the
-    mask in separate kernels. A mask saves no work here.
+    Scale, mask and softmax are one kernel, as in Megatron. A mask saves no work here.
     """
     batch, rows, columns = shape.batch * shape.heads, shape.query_length, shape.key_length
     scores, size = float(batch) * rows * columns, shape.element_bytes
@@ -41,15 +39,13 @@ def unfused_attention_forward_seconds(
     seconds += elementwise_seconds(
         scores, element_bytes=size, passes=2, rates=rates, exponentials=1
     )
-    if score_passes:
-        seconds += elementwise_seconds(scores, element_bytes=size, passes=score_passes, rates=rates)
     if dropout:
         seconds += dropout_seconds(scores, element_bytes=size, rates=rates)
     return seconds
 
 
 def unfused_attention_backward_seconds(
-    shape: AttentionShape, *, rates: Throughput, score_passes: float = 0, dropout: float = 0
+    shape: AttentionShape, *, rates: Throughput, dropout: float = 0
 ) -> float:
     """Return the seconds of the backward of bmm, softmax, dropout, bmm.
 
@@ -68,8 +64,6 @@ def unfused_attention_backward_seconds(
         for m, n, k in products
     )
     seconds += elementwise_seconds(scores, element_bytes=size, passes=3, rates=rates)
-    if score_passes:
-        seconds += elementwise_seconds(scores, element_bytes=size, passes=score_passes, rates=rates)
     if dropout:
         seconds += dropout_seconds(scores, element_bytes=size, rates=rates)
     return seconds

@@ -166,3 +166,17 @@ def test_an_example_trains_as_a_plain_loop_and_its_export_is_read(
     assert found.keys() == dict(trained.named_parameters()).keys()
     for key, value in trained.named_parameters():
         torch.testing.assert_close(found[key], value, atol=1e-4, rtol=0.0, msg=key)
+
+
+@pytest.mark.parametrize("name", ["vit_small_patch16_224", "resnet50"])
+def test_images_are_normalised_as_the_model_was_trained(name: str, tmp_path: Path) -> None:
+    settings = pytest.importorskip("timm").get_pretrained_cfg(name)
+    folder = bases.images(tmp_path / "data")
+    own = (f"name={name}", f"data={folder}", "base=unread")
+    file = load_model_file(str(EXAMPLES / "vision.py"), own)
+    assert file.build_dataset is not None
+    for row in file.build_dataset():
+        mean, std = (torch.tensor(one)[:, None, None] for one in (settings.mean, settings.std))
+        pixels = row["x"] * std + mean
+        assert -1e-6 < pixels.min() < 0.01  # the images are noise with all values
+        assert 0.99 < pixels.max() < 1 + 1e-6

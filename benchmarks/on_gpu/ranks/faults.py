@@ -45,7 +45,7 @@ FAULTS = (
     Fault(name="none; SIGTERM, no checkpoints", action="none", stops=True),
     Fault(name="none; SIGTERM, with checkpoints", action="none", stops=True, keeps=True),
 )
-# Those in which a GPU has work for a minute, so that nothing else runs well on it.
+# They keep the GPU busy for a minute, so nothing else is measured meanwhile.
 STUCK_FAULTS = (
     Fault(name="its GPU works for ever, --timeout 5", action="busy", arguments=("--timeout", "5")),
     Fault(

@@ -73,7 +73,7 @@ def _joined(backend: str, **arguments: Any) -> Iterator[None]:
 
 
 class _Several(int):
-    """The size one, which compares as greater, so that messages are sent along the axis."""
+    """A size of one that claims to be more, so that messages are sent along the axis."""
 
     def __eq__(self, other: object) -> bool:
         return False

@@ -25,7 +25,7 @@ Memory of the fullest device: 5.299 GiB of 68.8 GiB (8%)
 Why this plan: none of the 12 arrangements is faster. Compute + optimizer take 77% of the step.
 The next best, dp 8, no sharding, takes 15.86 ms (+1.7%): +410.6 us optimizer, -138.7 us elsewhere.
 """
-# Written by autopar 0.2.0 (checksum dd7ef7473a2f082c, plan 3a4651619ae3d620).
+# Written by autopar 0.2.0 (checksum dd7ef7473a2f082c, plan 4d3c3d11a8dabd5f).
 # Once you edit this file, autopar overwrites it only with --force.
 
 import sys

@@ -25,7 +25,7 @@ Memory of the fullest device: 11 GiB of 68.8 GiB (16%)
 
 Why this plan: none of the 20 arrangements is faster. Compute + optimizer take 76% of the step.
 """
-# Written by autopar 0.2.0 (checksum e202ce2e90813c7c, plan f09ca0f825644c33).
+# Written by autopar 0.2.0 (checksum e202ce2e90813c7c, plan adea9f471b524dc2).
 # Once you edit this file, autopar overwrites it only with --force.
 
 import sys
