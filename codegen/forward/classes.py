@@ -11,7 +11,7 @@ from autopar.codegen.forward.body import BodyBuilder
 from autopar.codegen.forward.opened import CrossingTensor, bind_batch, function_source, returned
 from autopar.codegen.forward.opening import Opening, splits_rows
 from autopar.codegen.forward.reading.forward_source import LOSS, as_tuple, is_mapping, pairs
-from autopar.codegen.forward.reading.modules import Argument, Imported, Module, Modules
+from autopar.codegen.forward.reading.modules import Imported, Module, Modules, bound
 from autopar.codegen.forward.reading.split import SplitGraph
 from autopar.codegen.forward.scope import PrintAgainError
 from autopar.codegen.forward.writing import written
@@ -171,39 +171,6 @@ def _signature(module: Module) -> list[str]:
         ):
             declared.append("/")
     return declared
-
-
-def bound(
-    module: Module, arguments: Sequence[Value], keywords: Sequence[tuple[str, Value]]
-) -> list[tuple[str, Value]]:
-    """Return, for each argument of a call, its expression in the forward and its recorded value.
-
-    The expression is a name, or `kwargs["name"]`.
-    """
-    positional = [
-        a
-        for a in module.arguments
-        if a.kind in (_Parameter.POSITIONAL_ONLY, _Parameter.POSITIONAL_OR_KEYWORD)
-    ]
-    found = [(a.name, value) for a, value in zip(positional, arguments, strict=False)]
-    rest = tuple(arguments[len(positional) :])
-    if rest:
-        found.append((_star_argument(module, _Parameter.VAR_POSITIONAL).name, rest))
-    named = {a.name for a in module.arguments if a.kind is not _Parameter.VAR_KEYWORD}
-    for name, value in keywords:
-        if name in named:
-            found.append((name, value))
-        else:
-            extra = _star_argument(module, _Parameter.VAR_KEYWORD).name
-            found.append((f"{extra}[{string(name)}]", value))
-    return found
-
-
-def _star_argument(module: Module, kind: inspect._ParameterKind) -> Argument:
-    for argument in module.arguments:
-        if argument.kind is kind:
-            return argument
-    raise InputError(f"{module.path} is called with arguments that its forward does not take")
 
 
 def _bind(builder: BodyBuilder, name: str, value: Value) -> None:

@@ -22,12 +22,12 @@ from autopar.codegen.forward.opened import (
     printed_loss,
     printed_metrics,
 )
-from autopar.codegen.forward.opening import Opening, splits_rows, with_own_rows
+from autopar.codegen.forward.opening import Opening, splits_rows
 from autopar.codegen.forward.opening.cutting import cut_calls, stage_of_ops
 from autopar.codegen.forward.opening.opener import open_calls
 from autopar.codegen.forward.reading.forward_source import LOSS, ROOT, CallTree, call_tree, is_plain
 from autopar.codegen.forward.reading.modules import Imported, is_free, named_functions
-from autopar.codegen.forward.reading.split import SplitGraph
+from autopar.codegen.forward.reading.split import SplitGraph, with_own_rows
 from autopar.codegen.forward.scope import PrintAgainError
 from autopar.codegen.forward.stages import printed_stages
 from autopar.codegen.forward.targets import printed_divisor, valid_targets, weighed_terms

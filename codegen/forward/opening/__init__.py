@@ -2,7 +2,8 @@
 
 A module's own code may take a shard's size for that of the whole dim, or the reverse. A trace shows
 sizes as numbers, or as multiples of the batch's rows, but not which tensor they were read from. So
-the layouts of all tensors that a module's code can read decide which of its sizes may be wrong.
+the layouts of all tensors that a module's code can read decide which of its sizes may be wrong,
+unless its source shows which sizes of which arguments it reads.
 
 Also finds calls that read Python state which other code stores on a module or in shared objects.
 Printed code stores no such state, and code in another stage stores it on that stage's ranks only.
@@ -14,19 +15,20 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, replace
-from types import MappingProxyType
+from dataclasses import dataclass
 
+from autopar.codegen.forward.reading import SizesRead
 from autopar.codegen.forward.reading.forward_source import LOSS, ROOT, CallTree, common
-from autopar.codegen.forward.reading.modules import Module
+from autopar.codegen.forward.reading.modules import Module, bound
 from autopar.codegen.forward.reading.split import SplitGraph
 from autopar.planner.findings.loss import counts_rows, numbers
 from autopar.planner.graph.layouts import WHOLE, Layout
 from autopar.planner.graph.ops import (
-    BATCH,
     MODULE,
     Extent,
+    ModuleCall,
     Op,
+    Ref,
     StateChange,
     TensorOrigin,
     Value,
@@ -233,18 +235,13 @@ def has_split_row_count(op: Op, split: SplitGraph) -> bool:
     """
     layout = split.ops.get(op.name)
     has_size = layout is not None and size_in_arguments(op, layout) is not None
-    return has_size and is_of_rows(split.made(op.outputs[0]), split)
+    return has_size and split.is_of_rows(split.made(op.outputs[0]))
 
 
 def splits_rows(split: SplitGraph) -> bool:
     """Whether tensor ranks split rows anywhere; printed code then fits one number of rows only."""
     layouts = split.ops.values()
-    return any(is_of_rows(one, split) for op in layouts for one in (*op.needs, *op.gives))
-
-
-def is_of_rows(layout: Layout, split: SplitGraph) -> bool:
-    """Whether a layout is split along the batch's rows, whose number varies."""
-    return is_split(layout) and layout.axis in split.row_axes
+    return any(split.is_of_rows(one) for op in layouts for one in (*op.needs, *op.gives))
 
 
 def whole_sizes(op: Op, split: SplitGraph) -> Iterator[Dim]:
@@ -267,29 +264,6 @@ def _converts_own_tensor(op: Op, split: SplitGraph) -> bool:
         for i, name in enumerate(op.inputs)
         if split.graph.tensors[name].origin not in (TensorOrigin.OP, TensorOrigin.INPUT)
     )
-
-
-def with_own_rows(split: SplitGraph) -> SplitGraph:
-    """Return a split in which a rank gets only those rows of the inputs that it uses."""
-    if split.batch < split.degree:  # some ranks would have none
-        return split
-    own = {name: layout for name in split.graph.inputs if (layout := _share(name, split))}
-    return replace(split, own_rows=tuple(own), gives=MappingProxyType({**split.gives, **own}))
-
-
-def _share(name: str, split: SplitGraph) -> Layout | None:
-    """Return the layout in which all readers need an input, if each rank needs only its rows."""
-    shape = split.graph.tensors[name].shape
-    if not shape or shape[0] != BATCH:
-        return None
-    wanted = {
-        split.need(op, position)
-        for op in split.graph.ops
-        for position, tensor in enumerate(op.inputs)
-        if tensor == name
-    }
-    layout = wanted.pop() if len(wanted) == 1 else WHOLE
-    return layout if layout.dim == 0 and is_of_rows(layout, split) else None
 
 
 def mistakes_sizes(call: str, ops: Sequence[Op], opening: Opening) -> bool:
@@ -346,10 +320,32 @@ def _computes_with_sizes(
     """Whether a number in a call may be a shard's size; a trace does not show its origin."""
     if any(map(counts_rows, ops)):
         return True
-    module = _module(call, opening)
-    may_read = module is None or module.reads_sizes
     has_constant = not parts <= opening.split.row_axes
-    return may_read and has_constant and any([*numbers(op)] for op in ops)
+    if not has_constant or not any([*numbers(op)] for op in ops):
+        return False
+    module = _module(call, opening)
+    return module is None or any(
+        _may_be_of_part(read, module, opening.tree.graph.calls[call], opening)
+        for read in module.sizes_read
+    )
+
+
+def _may_be_of_part(read: SizesRead, module: Module, call: ModuleCall, opening: Opening) -> bool:
+    """Whether sizes that a call's code reads may be those of a shard.
+
+    They are not if the source proves that they are sizes of an argument whose shards, if there are
+    any, are cut along another dim. An op that works in place may exchange the argument's dims.
+    """
+    tree, given = opening.tree, None
+    if read.argument:
+        given = dict(bound(module, call.arguments, call.keywords)).get(read.argument)
+    if not isinstance(given, Ref) or given.tensor not in tree.graph.tensors:
+        return True
+    name, layout = given.tensor, opening.entry(call.key, given.tensor)
+    if any(op.writes and name in op.inputs for op in tree.ops[call.key]):
+        return True
+    dims = range(len(tree.graph.tensors[name].shape))
+    return is_split(layout) and layout.dim in dims[read.first : read.last]
 
 
 def _has_own_rows_alone(call: str, opening: Opening) -> bool:
@@ -388,4 +384,4 @@ def _is_share(tensor: str, layout: Layout, opening: Opening) -> bool:
     own = opening.tree.graph.tensors.get(tensor)
     shape = own.shape if own is not None else ()
     varying = [number for number, size in enumerate(shape) if not size.is_constant]
-    return not varying or (is_of_rows(layout, opening.split) and varying == [layout.dim])
+    return not varying or (opening.split.is_of_rows(layout) and varying == [layout.dim])

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import ast
-import inspect
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import takewhile
-from types import CodeType, FunctionType, MappingProxyType
-from typing import Any
+from types import MappingProxyType
 
 from autopar.codegen.forward.reading.author_names import author_names, parsed
 from autopar.planner.graph.graph import Graph
@@ -25,7 +23,6 @@ from autopar.planner.graph.ops import (
     Value,
     refs,
 )
-from autopar.planner.model.functions import nested_code, plain_function
 
 _Place = tuple[int, int]  # line, column
 
@@ -150,32 +147,6 @@ def _attributes(tree: ast.AST, context: type[ast.expr_context]) -> list[tuple[st
         and isinstance(node.value, ast.Name)
         and node.value.id == "self"
     ]
-
-
-_READING = frozenset({"shape", "size", "numel", "nelement", "len"})
-
-
-def reads_sizes(forward: Callable[..., Any], owner: type) -> bool:
-    """Whether a forward, or a user's method or function that it names, reads a size."""
-    waiting, met = [plain_function(forward)], set[CodeType]()
-    while waiting:
-        function = waiting.pop()
-        if not isinstance(function, FunctionType) or function.__code__ in met:
-            continue
-        met.add(function.__code__)
-        names = {name for code in nested_code(function.__code__) for name in code.co_names}
-        if names & _READING:
-            return True
-        waiting += [found for name in names for found in _meant(name, function, owner)]
-    return False
-
-
-def _meant(name: str, function: FunctionType, owner: type) -> Iterator[Any]:
-    """Yield what a name in a function may refer to, outside of torch: a method or a global."""
-    method = inspect.getattr_static(owner, name, None)
-    for found in (getattr(method, "__func__", method), function.__globals__.get(name)):
-        if not str(getattr(found, "__module__", "torch")).startswith("torch"):
-            yield inspect.unwrap(found) if isinstance(found, FunctionType) else found
 
 
 def numbers_read(source: str) -> frozenset[str]:

@@ -8,7 +8,7 @@ import math
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import FunctionType, MappingProxyType, NoneType
@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import Tensor, autograd, nn
 
+from autopar.codegen.forward.reading import SizesRead, reads_sizes, sizes_read
 from autopar.codegen.forward.reading.author_names import parsed, unpacked
 from autopar.codegen.forward.reading.forward_source import (
     branches_in_training,
@@ -24,11 +25,11 @@ from autopar.codegen.forward.reading.forward_source import (
     left_on_others,
     numbers_read,
     own_attributes,
-    reads_sizes,
     remembers,
 )
-from autopar.codegen.text.expressions import is_identifier
+from autopar.codegen.text.expressions import is_identifier, string
 from autopar.codegen.text.values import KNOWN
+from autopar.planner.errors import InputError
 from autopar.planner.graph.ops import Value
 from autopar.planner.model.functions import (
     forward_hooks,
@@ -149,7 +150,8 @@ class Module:
     # a method sets an attribute outside of the constructor, and a method reads it, in any order
     remembers: bool = False
     branches_in_training: bool = False  # its forward computes something else in evaluation
-    reads_sizes: bool = False  # its forward reads sizes of tensors; numbers in it may be such sizes
+    # the sizes of tensors that its forward reads: numbers in it may be such sizes
+    sizes_read: frozenset[SizesRead] = frozenset()
     # plain and autograd Functions available in its file, and whether each reads sizes of tensors
     functions: Mapping[Imported, bool] = field(default_factory=dict)
 
@@ -160,6 +162,39 @@ class Module:
 
 
 Modules = Mapping[str, Module]
+
+
+def bound(
+    module: Module, arguments: Sequence[Value], keywords: Sequence[tuple[str, Value]]
+) -> list[tuple[str, Value]]:
+    """Return, for each argument of a call, its expression in the forward and its recorded value.
+
+    The expression is a name, or `kwargs["name"]`.
+    """
+    positional = [
+        a
+        for a in module.arguments
+        if a.kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    ]
+    found = [(a.name, value) for a, value in zip(positional, arguments, strict=False)]
+    rest = tuple(arguments[len(positional) :])
+    if rest:
+        found.append((_star_argument(module, inspect.Parameter.VAR_POSITIONAL).name, rest))
+    named = {a.name for a in module.arguments if a.kind is not inspect.Parameter.VAR_KEYWORD}
+    for name, value in keywords:
+        if name in named:
+            found.append((name, value))
+        else:
+            extra = _star_argument(module, inspect.Parameter.VAR_KEYWORD).name
+            found.append((f"{extra}[{string(name)}]", value))
+    return found
+
+
+def _star_argument(module: Module, kind: inspect._ParameterKind) -> Argument:
+    for argument in module.arguments:
+        if argument.kind is kind:
+            return argument
+    raise InputError(f"{module.path} is called with arguments that its forward does not take")
 
 
 def named_functions(modules: Modules) -> Mapping[Imported, bool]:
@@ -220,10 +255,20 @@ def _facts(module: nn.Module, *, others_set: bool) -> Mapping[str, Any]:
         "branches_in_training": any(map(branches_in_training, sources)),
         "checks_sizes": any(map(checks_sizes, sources)),
         "keeps_state": others_set or any(map(keeps_state, sources)),
-        "reads_sizes": any(reads_sizes(one, type(module)) for one in (module.forward, *hooks)),
+        "sizes_read": _sizes_read(module, hooks, source),
         "functions": dict(_functions(module)),
         "unpacks": unpacked(parsed(source)),
     }
+
+
+def _sizes_read(
+    module: nn.Module, hooks: Sequence[Callable[..., Any]], source: str
+) -> frozenset[SizesRead]:
+    if not hooks:
+        return frozenset(sizes_read(module.forward, type(module), source))
+    # a hook may change the arguments before the forward reads their sizes
+    is_read = any(reads_sizes(one, type(module)) for one in (module.forward, *hooks))
+    return frozenset({SizesRead()} if is_read else ())
 
 
 def _is_importable(kind: type) -> bool:

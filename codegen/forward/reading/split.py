@@ -12,10 +12,20 @@ from autopar.planner.axes.infer import GraphAxes
 from autopar.planner.errors import InputError
 from autopar.planner.graph.graph import Graph
 from autopar.planner.graph.layouts import WHOLE, Layout, LayoutKind, OpLayout, ParameterLayout
-from autopar.planner.graph.ops import ONE, Extent, FunctionCall, ModuleCall, Op, Ref, Value
+from autopar.planner.graph.ops import (
+    BATCH,
+    ONE,
+    Extent,
+    FunctionCall,
+    ModuleCall,
+    Op,
+    Ref,
+    Value,
+)
 from autopar.planner.layers import Layers
 from autopar.planner.plan.again import GraphParts, graph_parts, parts_of
 from autopar.planner.plan.plan import Plan
+from autopar.planner.programs.layouts.opened import is_split
 from autopar.planner.programs.layouts.rules import find_slots, own_layouts
 from autopar.planner.rules.signature import Concat, Dim, Leaf, leaves, size_of, substituted
 
@@ -171,6 +181,10 @@ class SplitGraph:
         steps.append(self.need(op, position))
         return tuple(layout for i, layout in enumerate(steps) if i == 0 or layout != steps[i - 1])
 
+    def is_of_rows(self, layout: Layout) -> bool:
+        """Whether a layout is split along the batch's rows, whose number varies."""
+        return is_split(layout) and layout.axis in self.row_axes
+
     def axis_name(self, layout: Layout) -> str:
         """Return the name of the axis that a layout is split along."""
         return self.axes.names.get(layout.axis, layout.axis)
@@ -179,6 +193,29 @@ class SplitGraph:
         """Return the name of the axis that an op is split along, or ""."""
         layout = self.ops.get(op.name)
         return self.axes.names.get(layout.axis, layout.axis) if layout is not None else ""
+
+
+def with_own_rows(split: SplitGraph) -> SplitGraph:
+    """Return a split in which a rank gets only those rows of the inputs that it uses."""
+    if split.batch < split.degree:  # some ranks would have none
+        return split
+    own = {name: layout for name in split.graph.inputs if (layout := _share(name, split))}
+    return replace(split, own_rows=tuple(own), gives=MappingProxyType({**split.gives, **own}))
+
+
+def _share(name: str, split: SplitGraph) -> Layout | None:
+    """Return the layout in which all readers need an input, if each rank needs only its rows."""
+    shape = split.graph.tensors[name].shape
+    if not shape or shape[0] != BATCH:
+        return None
+    wanted = {
+        split.need(op, position)
+        for op in split.graph.ops
+        for position, tensor in enumerate(op.inputs)
+        if tensor == name
+    }
+    layout = wanted.pop() if len(wanted) == 1 else WHOLE
+    return layout if layout.dim == 0 and split.is_of_rows(layout) else None
 
 
 def split_of(

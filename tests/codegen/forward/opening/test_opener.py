@@ -177,6 +177,22 @@ class Dividing(nn.Module):
         return x / x.shape[1]
 
 
+class DividingByFeatures(nn.Module):
+    """Computes with the number of features."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        _, _, features = x.shape
+        return x / features
+
+
+class DividingRenamed(nn.Module):
+    """Computes with a number of places that its source does not show to be the argument's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x
+        return y / y.shape[1]
+
+
 class DividingByRows(nn.Module):
     """Computes with the number of rows."""
 
@@ -210,6 +226,11 @@ class Divided(nn.Module):
         (Halving, 0, False),
         (Dividing, 1, True),
         (Dividing, 0, False),  # no number of its trace can be that of the rows
+        (Dividing, 2, False),
+        (DividingByFeatures, 1, False),
+        (DividingByFeatures, 2, True),
+        (DividingRenamed, 1, True),
+        (DividingRenamed, 2, True),  # it might be
         (DividingByRows, 0, True),
         (Shaping, 0, False),  # of the rank's rows, as it should
     ],
@@ -231,6 +252,32 @@ def test_a_module_that_computes_with_a_size_is_opened_where_a_rank_has_a_part(
     changed = laid_out(plain, layouts)
     opened = open_calls(changed, call_tree(graph), opened=[]).opened
     assert ("dividing" in opened) == is_opened
+
+
+class Turning(nn.Module):
+    """Computes with the size of a dim that has become another one's by an op in place."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.transpose_(1, 2)
+        return x / x.shape[1]
+
+
+@pytest.mark.parametrize("dim", [1, 2])
+def test_an_op_in_place_may_exchange_the_dims_of_an_argument(dim: int) -> None:
+    graph = trace(file_of(partial(Divided, Turning)))
+    plain = split_graph(graph, modules_of(Divided(Turning)))
+    embedding, transpose, division, mean = graph.ops
+    (axis,) = leaves(plain.axes.dims[embedding.outputs[0]][dim])
+    part, turned = split(axis.name, dim), split(axis.name, 3 - dim)
+    whole = OpLayout(letter="", axis="", needs=(REPLICATED,), gives=(REPLICATED,))
+    layouts = {
+        embedding: replace(whole, needs=(REPLICATED, part), gives=(part,)),
+        transpose: replace(whole, needs=(part,), gives=(turned,)),
+        division: replace(whole, needs=(turned,), gives=(turned,)),
+        mean: whole,
+    }
+    opened = open_calls(laid_out(plain, layouts), call_tree(graph)).opened
+    assert "dividing" in opened
 
 
 class Repeating(nn.Module):
@@ -276,17 +323,31 @@ class Looping(nn.Module):
         return torch.as_tensor(self.head(state).mean())
 
 
+class LoopingOverPlaces(Looping):
+    """Reads the number of places, and computes with a number."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        state = torch.zeros_like(self.embed(ids)[:, 0])
+        for place in range(ids.shape[1]):
+            state = 1 - torch.tanh(self.gate(state) + self.embed(ids[:, place]))
+        return torch.as_tensor(self.head(state).mean())
+
+
 @pytest.mark.parametrize(
-    ("weight", "opened"),
-    [("head.0.weight", {"head"}), ("gate.weight", {"gate", "gate@1", "gate@2"})],
+    ("kind", "weight", "opened"),
+    [
+        (Looping, "head.0.weight", {"head"}),
+        (Looping, "gate.weight", {"gate", "gate@1", "gate@2"}),
+        (LoopingOverPlaces, "head.0.weight", {"head"}),
+    ],
 )
 def test_a_loop_stays_in_the_authors_code_if_a_module_that_it_calls_can_be_opened(
-    weight: str, opened: set[str]
+    kind: type[Looping], weight: str, opened: set[str]
 ) -> None:
     file = replace(
-        file_of(Looping), example_batch=lambda rows: {"ids": torch.zeros(rows, 3, dtype=torch.long)}
+        file_of(kind), example_batch=lambda rows: {"ids": torch.zeros(rows, 3, dtype=torch.long)}
     )
-    plain = split_graph(trace(file), modules_of(Looping()))
+    plain = split_graph(trace(file), modules_of(kind()))
     whole, shard = WHOLE, split("features", 1)
     products = [op for op in plain.graph.ops if weight in op.inputs]
     layouts = {

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from autopar.codegen.forward.opening import with_own_rows
 from autopar.codegen.forward.reading.modules import modules_of
-from autopar.codegen.forward.reading.split import SplitGraph, split_graph
+from autopar.codegen.forward.reading.split import SplitGraph, split_graph, with_own_rows
 from autopar.planner.graph.layouts import REPLICATED, OpLayout, split
 from autopar.planner.rules.signature import leaves
 from autopar.planner.trace import trace
