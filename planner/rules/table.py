@@ -167,7 +167,7 @@ _RULES = (
     *computing("matrix_exp linalg_matrix_exp", m.cubic(16, 128), "self"),
     *computing("fft_fft fft_ifft fft_rfft fft_irfft fft_hfft fft_ihfft fft_fft2 fft_ifft2 "
                 "fft_rfft2 fft_irfft2 fft_hfft2 fft_ihfft2 fft_fftn fft_ifftn fft_rfftn fft_irfftn "
-                "fft_hfftn fft_ihfftn _fft_c2c _fft_r2c _fft_c2r", m.fourier, ""),
+                "fft_hfftn fft_ihfftn _fft_c2c _fft_r2c _fft_c2r", m.fourier, "", is_wide=True),
     *_factoring("stft stft.center istft", m.short_time_fourier, "window"),
     *_factoring("ctc_loss.IntList ctc_loss.Tensor", m.connectionist),
     # --- look-ups

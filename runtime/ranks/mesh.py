@@ -24,13 +24,12 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TextIO, TypeVar
+from typing import Any, TextIO, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from autopar.runtime.launchers import has_one_device
 from autopar.runtime.ranks.leaving import (
@@ -236,8 +235,10 @@ def _set_timeouts(timeout: timedelta) -> None:
     """Set the timeout of all groups; nccl groups of a device mesh have ten minutes by default."""
     if dist.get_backend() == "fake":
         return
-    for group in dist.distributed_c10d._world.pg_map:
-        _set_pg_timeout(timeout, group)
+    module = dist.distributed_c10d
+    set_timeout: Any = getattr(module, "set_timeout", module._set_pg_timeout)  # from torch 2.15 on
+    for group in module._world.pg_map:
+        set_timeout(timeout, group)
 
 
 def _data_axis(device_mesh: DeviceMesh, axes: Mapping[str, Axis]) -> Axis:

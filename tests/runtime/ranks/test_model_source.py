@@ -43,7 +43,9 @@ def test_forwards_of_a_model_that_has_changed_do_not_run(
     with pytest.raises(SystemExit, match="6"):
         refuse_changes(module, ("net.py",), digest)
     told = capsys.readouterr().err
-    assert "net.py has changed since this script was written, and the script has forwards" in told
+    assert (
+        "net.py has changed since this script was written, and the script contains forwards" in told
+    )
     refuse_changes(module, ("net.py",), told.split('"')[1])  # as it says
 
 
