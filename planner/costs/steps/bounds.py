@@ -27,14 +27,16 @@ from dataclasses import dataclass
 from autopar.planner.cluster.cluster import Collective
 from autopar.planner.cluster.shape import GroupShape
 from autopar.planner.costs.collectives.choice import least_seconds
+from autopar.planner.costs.kernels.rates import Throughput
 from autopar.planner.costs.prediction import Arrangement, LayerCost
 from autopar.planner.costs.steps.framework import (
+    STEP_BYTES,
     FrameworkConstants,
     gradient_seconds,
     to_host_byte_seconds,
     update_seconds,
 )
-from autopar.planner.costs.steps.overlap import Seconds, summing
+from autopar.planner.costs.steps.overlap import Seconds, largest_bucket, summing
 from autopar.planner.costs.steps.stage_load import RankGroups
 from autopar.planner.costs.steps.stage_price import copy_byte_seconds
 from autopar.planner.costs.steps.state import float8_parts
@@ -179,14 +181,18 @@ class DataBound:
     def most_reduced(self, layers_bytes: Sequence[int], bucket_bytes: int) -> float:
         """Return the most fp32 bytes of gradients that a bucket can send, from those of each layer.
 
-        A bucket is sent once it is full, so it has less than its size plus one layer. Compression
-        sends a share of fp32 bytes; a layer that is not compressed sends 1 ÷ share times as much.
+        Compression sends a share of fp32 bytes; a layer that is not compressed sends 1 ÷ share
+        times as much.
         """
         share = self.arrangement.compression.share or 1.0
+        if share == 1.0:
+            return largest_bucket(layers_bytes[::-1], bucket_bytes)
         return min(sum(layers_bytes), bucket_bytes + max(layers_bytes) / share)
 
     def most_gathered(self, layers_bytes: Sequence[int], bucket_bytes: int) -> float:
         """Return the most bytes of parameters in one bucket, by the same argument."""
+        if self.least_share == 1.0:
+            return largest_bucket(layers_bytes, bucket_bytes)
         return min(sum(layers_bytes), (bucket_bytes + max(layers_bytes)) / self.least_share)
 
     def each_reduction(self, gradient_bytes: int, most_bytes: float) -> float:
@@ -198,6 +204,13 @@ class DataBound:
         if not (self.arrangement.has_buckets and most_bytes):
             return 0.0
         return gradient_bytes * self._reduced(most_bytes) / most_bytes
+
+    def last_reduction(self, first_gradient_bytes: int) -> float:
+        """Return the least time of a stage's last reduction, from the gradients of its first layer.
+
+        They are in the last bucket, because a bucket has whole layers.
+        """
+        return self._reduced(first_gradient_bytes) if self.arrangement.has_buckets else 0.0
 
     def each_sum(self, replicated_bytes: int, most_bytes: int) -> float:
         """Return the least that a layer adds to its stage's sums over the tensor axis."""
@@ -217,19 +230,20 @@ class DataBound:
     def updating(self, trainable: int) -> float:
         """Return the least optimizer seconds of the rank that has most trainable elements.
 
-        0 if ranks have several stages: each is updated by itself, and might fit in the cache.
+        Each of a rank's stages is updated by itself, and the cache saves it no more than the time
+        of what fits there.
         """
         arrangement, host = self.arrangement, self.groups.host
-        if arrangement.stages_per_rank > 1 and not arrangement.offload.has_states:
-            return 0.0
+        are_many = arrangement.stages_per_rank > 1 and not arrangement.offload.has_states
+        caches = arrangement.stages_per_rank if are_many else 0
         mean = trainable / arrangement.pipeline
-        return min(
-            max(
-                update_seconds(mean, arrangement, self.constants, rates=rates, host=host)
-                for rates in own
-            )
-            for own in dict.fromkeys(self.groups.stage_rates)
-        )
+
+        def least(rates: Throughput) -> float:
+            cached = caches * rates.cache_bytes / STEP_BYTES * arrangement.optimizer_ranks
+            streamed = max(0.0, mean - cached)
+            return update_seconds(streamed, arrangement, self.constants, rates=rates, host=host)
+
+        return min(max(map(least, own)) for own in dict.fromkeys(self.groups.stage_rates))
 
     @property
     def _gathers_always(self) -> bool:

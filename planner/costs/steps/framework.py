@@ -131,7 +131,7 @@ def gradient_seconds(
 
 
 # Bytes that the optimizer's step moves for one parameter.
-_STEP_BYTES = 28  # fused AdamW reads and writes weight and two moments, and reads the gradient
+STEP_BYTES = 28  # fused AdamW reads and writes weight and two moments, and reads the gradient
 _CLIPPING_BYTES = 12  # reads the gradient for the norm, then reads and writes it to scale it
 _UNSCALING_BYTES = 2 * GRADIENT_BYTES  # fp16: divides by the loss scale and looks for overflow
 _MASTER_BYTES, _WEIGHT_BYTES = 4, 2  # reads the new weight in fp32, writes it in 16 bits
@@ -168,10 +168,10 @@ def optimizer_seconds(
         copies = _WEIGHT_BYTES if is_fused else _MASTER_BYTES + _WEIGHT_BYTES
         copies += _UNSCALING_BYTES * precision.scales_loss
     if element_seconds is not None:
-        return parameters * element_seconds * (1 + copies / (_STEP_BYTES + _CLIPPING_BYTES))
+        return parameters * element_seconds * (1 + copies / (STEP_BYTES + _CLIPPING_BYTES))
     clipping = 0 if is_fused else _CLIPPING_BYTES
     access = 1.0 if is_fused else rates.access.many_tensors
-    moved = parameters * (_STEP_BYTES + clipping + copies)
+    moved = parameters * (STEP_BYTES + clipping + copies)
     return memory_seconds(moved, rates=rates, access=access)
 
 
@@ -211,7 +211,7 @@ def host_optimizer_seconds(
     link = host.bytes_per_second * constants.host_link_share
     precision = arrangement.precision
     unscaling = _UNSCALING_BYTES if precision.scales_loss else 0
-    stepping = (_STEP_BYTES + _CLIPPING_BYTES + unscaling) / memory
+    stepping = (STEP_BYTES + _CLIPPING_BYTES + unscaling) / memory
     casting = (_MASTER_BYTES + _WEIGHT_BYTES) / memory if precision.is_half else 0.0
     sending = 0.0 if arrangement.shards_on_host else max(casting, precision.item_bytes / link)
     return parameters * (stepping + sending)

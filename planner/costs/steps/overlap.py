@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+
 from autopar.planner.cluster.cluster import Collective
 from autopar.planner.cluster.shape import GroupShape
 from autopar.planner.costs.collectives.conversions import NO_STATISTICS, Statistics
@@ -126,6 +128,17 @@ def buckets(layers_bytes: Iterable[float], bucket_bytes: float) -> Iterator[floa
             filled_bytes = 0.0
     if filled_bytes:
         yield filled_bytes
+
+
+def largest_bucket(layers_bytes: Sequence[int], bucket_bytes: int) -> float:
+    """Return the most bytes of a bucket, if any of these layers may be the first in it.
+
+    It is full once it has `bucket_bytes` or more, so it has less than that before its last layer.
+    """
+    ends = np.cumsum(layers_bytes, dtype=np.float64)
+    starts = ends - layers_bytes
+    full = np.searchsorted(ends, starts + bucket_bytes)
+    return float((ends[np.minimum(full, len(ends) - 1)] - starts).max())
 
 
 def sharded_forward(

@@ -61,8 +61,7 @@ class Effort:
 class StageAnswer:
     """The best cut below the cutoff, if any, and a lower bound of all cuts.
 
-    An infinite bound means that there is no cut, or none that fits into memory. `is_final`: more
-    effort would change nothing.
+    The bound is infinite if no cut fits. `is_final`: more effort would change nothing.
     """
 
     best: PricedCut | None
@@ -151,11 +150,10 @@ class Chooser:
                 self.best = answer.best
         return self._priced[cut]
 
-    def improve(self, cut: Cut, *, most_moves: int) -> None:
-        """Price a cut, then move one border at a time while the step becomes shorter.
+    def improve(self, cut: Cut, *, most_moves: int, most_apart: int = 1) -> None:
+        """Price a cut, then move one layer at a time while the step becomes shorter.
 
-        It stops when the remaining moves would not reach the best known cut, if each gained as much
-        as the last one.
+        It stops when the moves left, each with the last one's gain, would not reach the best cut.
         """
         here = self.price(cut, below_seconds=NEAR * self.top).best if cut else None
         gain = math.inf
@@ -164,7 +162,7 @@ class Chooser:
                 return
             self.chains.add(self._deciding(here))
             before = here
-            for other in moved_cuts(self.question, before.cut):
+            for other in moved_cuts(self.question, before.cut, most_apart=most_apart):
                 moved = self.price(other, below_seconds=here.seconds).best
                 if moved and moved.seconds < here.seconds:
                     here = moved
@@ -288,6 +286,8 @@ def _of_parts(chooser: Chooser) -> StageAnswer:
         bound = max(bound, divided.bound_seconds + chooser.once)
     if not effort.is_last or bound >= chooser.aim:
         return chooser.answer(min(bound, chooser.top))
+    if chooser.best and not only_proves:
+        chooser.improve(chooser.best.cut, most_moves=effort.moves, most_apart=_MOST_STAGES)
     longest = _longest_that_matters(chooser, 1)
     if longest * question.shape.stages <= _MOST_INTERVALS:
         intervals = list(islice(question.different_intervals(longest), _MOST_INTERVALS + 1))

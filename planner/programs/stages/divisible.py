@@ -100,9 +100,7 @@ class Divisible:
         self._action = question.constants.action_seconds
         layers = [question.layer(question.kinds[0], number) for number in question.classes]
         plain = [modes[Recompute.NONE] for modes in layers]
-        bucket = max(question.bucket_bytes)
-        self._gradients = self._data.most_reduced([one.gradient_bytes for one in plain], bucket)
-        self._parameters = self._data.most_gathered([one.parameter_bytes for one in plain], bucket)
+        self._layers, self._bucket = plain, max(question.bucket_bytes)
         self._replicated = sum(one.replicated_gradient_bytes for one in plain)
         self.program = GrowingProgram()
         self.parts = parts_of(question, self.program, longest)
@@ -315,12 +313,20 @@ class Divisible:
         for stage, own in enumerate(self.parts):
             column, end = self._reduced_by[stage], self.program.column()
             found.append(end)
-            seconds = {one.column: self._reduction(one.piece.cost) for one in own.pieces}
             (first, latest), (soonest, stop) = self.question.windows[stage : stage + 2]
+            sizes = [one.gradient_bytes for one in self._layers[first:stop]]
+            most = self._data.most_reduced(sizes, self._bucket)
+            seconds = {
+                one.column: self._data.each_reduction(one.piece.cost.gradient_bytes, most)
+                / self.unit
+                for one in own.pieces
+            }
             starts = dict.fromkeys(self.question.classes[first : latest + 1])
             ends = dict.fromkeys(self.question.classes[soonest - 1 : stop])
             alone = (1.0 - slowing) * min(
-                self._reduction(one.piece.cost) for one in own.pieces if one.piece.number in starts
+                self._data.last_reduction(one.piece.cost.gradient_bytes)
+                for one in own.pieces
+                if one.piece.number in starts
             )
             before = min(
                 one.piece.cost.backward_seconds for one in own.pieces if one.piece.number in ends
@@ -330,7 +336,7 @@ class Divisible:
                 (one.column, seconds[one.column] - one.piece.cost.backward_seconds / self.unit)
                 for one in own.pieces
             ]
-            self.program.add([(column, -1.0), *slowed], most=-alone)
+            self.program.add([(column, -1.0), *slowed], most=-alone / self.unit)
             self.program.add([(column, -1.0), *outlasting], most=-before / self.unit)
             sums = [(one.column, self._sum(one.piece.cost)) for one in own.pieces]
             last = [] if arrangement.reduces_each else [(column, 1.0)]
@@ -340,9 +346,6 @@ class Divisible:
     def _sum(self, cost: LayerCost) -> float:
         return self._data.each_sum(cost.replicated_gradient_bytes, self._replicated) / self.unit
 
-    def _reduction(self, cost: LayerCost) -> float:
-        return self._data.each_reduction(cost.gradient_bytes, self._gradients) / self.unit
-
     def _gathers_come_first(self) -> int:
         """Add gathers_come_first; return the column G.
 
@@ -351,9 +354,11 @@ class Divisible:
         gather = self.program.column()
         for stage in self.question.stages_of[self.question.ranks[0]]:
             terms = [(gather, -1.0)]
+            (first, _), (_, stop) = self.question.windows[stage : stage + 2]
+            sizes = [one.parameter_bytes for one in self._layers[first:stop]]
+            most = self._data.most_gathered(sizes, self._bucket)
             for one in self.parts[stage].pieces:
-                size = one.piece.cost.parameter_bytes
-                gathered = self._data.each_first_gather(size, self._parameters)
+                gathered = self._data.each_first_gather(one.piece.cost.parameter_bytes, most)
                 terms.append((one.column, gathered / self.unit))
             self.program.add(terms, most=0.0)
         return gather

@@ -316,11 +316,20 @@ def nearest_cut(question: StageQuestion, borders: Sequence[float]) -> Cut:
     return (*cut, len(question.classes))
 
 
-def moved_cuts(question: StageQuestion, cut: Cut) -> Iterator[Cut]:
-    """Yield the cuts with one border moved by one layer."""
-    for border in range(1, len(cut) - 1):
-        first, last = question.windows[border]
-        for place in (cut[border] - 1, cut[border] + 1):
-            is_between = cut[border - 1] < place < cut[border + 1]
-            if is_between and first <= place <= last and question.is_border[place]:
-                yield (*cut[:border], place, *cut[border + 1 :])
+def moved_cuts(question: StageQuestion, cut: Cut, *, most_apart: int = 1) -> Iterator[Cut]:
+    """Yield the cuts with one layer more in a stage and one less in another, a few stages apart.
+
+    All borders between the two stages move by one layer.
+    """
+    stages = len(cut) - 1
+    for first in range(1, stages):
+        for last in range(first, min(stages, first + most_apart)):
+            for step in (-1, 1):
+                moved = [place + step for place in cut[first : last + 1]]
+                is_between = cut[first - 1] < moved[0] and moved[-1] < cut[last + 1]
+                windows = question.windows[first : last + 1]
+                if is_between and all(
+                    low <= place <= high and question.is_border[place]
+                    for place, (low, high) in zip(moved, windows, strict=True)
+                ):
+                    yield (*cut[:first], *moved, *cut[last + 1 :])

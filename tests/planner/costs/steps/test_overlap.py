@@ -13,8 +13,10 @@ from autopar.planner.costs.steps.overlap import (
     Overlapped,
     Seconds,
     bucketed_reduction,
+    buckets,
     forward_during_gather,
     gathered_after_optimizer_seconds,
+    largest_bucket,
     sharded_backward,
     sharded_forward,
     summing,
@@ -165,6 +167,14 @@ def test_parameters_gathered_after_the_optimizer_are_exposed_by_the_bucket() -> 
     layers = [layer(parameters=3), layer(parameters=2), layer(parameters=1)]
     wire = linear_seconds(alpha_seconds=1, bytes_per_second=1)
     assert gathered_after_optimizer_seconds(layers, wire, bucket_bytes=4) == 8
+
+
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=12), st.integers(1, 80))
+def test_the_largest_bucket_is_the_largest_first_one_of_all_layers_to_begin_with(
+    layers: list[int], bucket_bytes: int
+) -> None:
+    firsts = (next(buckets(layers[i:], bucket_bytes), 0.0) for i in range(len(layers)))
+    assert largest_bucket(layers, bucket_bytes) == max(firsts)
 
 
 def test_a_forward_during_the_gather_waits_for_its_own_layer() -> None:

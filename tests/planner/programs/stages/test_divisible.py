@@ -69,6 +69,10 @@ SAVING = replace(SMALL, saved_bytes=100_000_000, learning_bytes=0)
         pytest.param(replace(PIPELINE, tensor=2), REPLICATED, 0.945, id="sums over tensor ranks"),
         pytest.param(replace(PIPELINE, offload=Offload.OPTIMIZER), LARGE, 0.97, id="to the host"),
         pytest.param(PIPELINE, SAVING, 0.9, id="from the host"),
+        pytest.param(PIPELINE, replace(SMALL, trainable=50_000_000), 0.97, id="large updates"),
+        pytest.param(
+            replace(PIPELINE, data=64, bucket_bytes=30_000_000), LARGE, 0.97, id="large buckets"
+        ),
     ],
 )
 def test_equal_layers_hardly_take_longer_than_divisible_ones(
