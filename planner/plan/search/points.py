@@ -122,7 +122,7 @@ class SearchPoint:
 class Variant:
     """An arrangement of which only the stages are still open.
 
-    The `thriftier` arrangements can be better only by needing less memory.
+    The `thriftier` arrangements need less memory, and are rarely faster: they come after it.
     """
 
     arrangement: Arrangement
@@ -143,9 +143,10 @@ def families(variants_: Iterable[Arrangement]) -> list[list[Arrangement]]:
     """Return each variant alone, except ZeRO-2 and 3, which join the family of ZeRO-1.
 
     A family shares the schedule, the local steps and the number of ranks that average gradients.
-    ZeRO-2 and 3 communicate more than ZeRO-1 and update as fast, so if ZeRO-1 fits, they cannot be
-    better. A variant with the optimizer on the host joins a family, too, because its optimizer is
-    slower. A variant with the outer optimizer on the host joins the one that differs only in this.
+    ZeRO-2 and 3 communicate more than ZeRO-1, but ZeRO-2 does so beside the forward, and neither
+    adds up whole gradients of microbatches. A variant with the optimizer on the host joins a
+    family, too: its optimizer is slower, but the device adds up no gradients. A variant with the
+    outer optimizer on the host joins the one that differs only in this.
     """
     heads: dict[tuple[object, ...], list[Arrangement]] = {}
     families = list[list[Arrangement]]()

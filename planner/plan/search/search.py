@@ -76,7 +76,6 @@ from autopar.planner.plan.solving.candidate import (
     Candidate,
     Questions,
     SolvedArrangement,
-    recomputes,
 )
 from autopar.planner.plan.solving.costing import PriceBook, SearchSubject, model_flops
 from autopar.planner.plan.solving.prices import Prices
@@ -276,10 +275,6 @@ class Explorer:
         if item.bound_kind is not BoundKind.OF_LAYOUTS:
             return self._bounded(item.family, BoundKind(item.bound_kind + 1))
         found = self.solve(item)
-        leaves = [one for one in found if isinstance(one, FoundLeaf)]
-        is_fastest = leaves and not recomputes(leaves[0].leaf)
-        if is_fastest and not self.constraints.objective.memory_alone:
-            return found
         thriftier = [self._bounded([one], BoundKind.OF_ANY) for one in item.thriftier]
         return sum(thriftier, found)
 

@@ -457,3 +457,24 @@ def test_the_best_plan_stands_beside_the_next_ones_though_none_of_them_can_be_be
     assert len(steps) == 1 + 4
     assert steps == sorted(steps)
     assert plan.proof.gap == 0.0
+
+
+SMALL_GPT2 = ("gpt2.py", "size=124m", "layers=4")
+GATHERS = {"pins__dp": 8, "pins__microbatch": 4, "global_batch": 32}
+SUMS = {"limits__dp": 2, "pins__shard": 2, "pins__microbatch": 1, "global_batch": 32}
+
+
+@pytest.mark.parametrize(
+    ("name", "usual", "more"),
+    [
+        (SMALL_GPT2, GATHERS, {"pins__zero": 2}),  # which gathers beside the forward
+        (TINY_GPT2, SUMS, {"offload": "optimizer"}),  # then the device adds up no gradients
+    ],
+    ids=str,
+)
+def test_plans_that_need_less_memory_may_be_the_fastest(
+    name: tuple[str, ...], usual: dict[str, Any], more: dict[str, Any]
+) -> None:
+    cluster = choose_cluster(8, "h100-sxm")
+    proved, other = (planned(name, cluster, **usual, **one) for one in ({}, more))
+    assert proved.prediction.step_seconds <= other.prediction.step_seconds * (1 + 1e-9)
