@@ -39,11 +39,13 @@ from autopar.runtime.checkpointing.owners import (
 )
 from autopar.runtime.checkpointing.safetensors_file import HostRoom, WrittenFile
 from autopar.runtime.checkpointing.states import (
+    GROUP,
     RANDOM,
     REPLICA,
     STATE,
     WEIGHT,
     SteppedTensor,
+    group_of,
     made_scalar,
     restore_errors,
     set_random_states,
@@ -118,7 +120,9 @@ def restore(checkpoint: Checkpoint, parts: Sequence[nn.Module], optimizer: Optim
         for target in targets(parts, optimizer):
             for key, stored in keys.get(target.name, {}).items():
                 restored = _restored_state(reader, target, stored, optimizer)
-                if key != MOMENTUM:
+                if key.startswith(GROUP):
+                    group_of(target, optimizer)[key.removeprefix(GROUP)] = restored
+                elif key != MOMENTUM:
                     optimizer.state[target.parameter][key] = restored
                 elif outer is not None:
                     outer.put_momentum(target.parameter, restored)

@@ -26,7 +26,7 @@ from autopar.runtime.checkpointing.owners import (
 from autopar.runtime.data_parallel.buckets import MEAN, Bucket, gradient_dtype
 from autopar.runtime.data_parallel.wrapping import buckets_of
 from autopar.runtime.optimizer.outer import outer_of
-from autopar.runtime.optimizer.pieces import ParameterPiece
+from autopar.runtime.optimizer.pieces import ParameterPiece, changed_settings
 from autopar.runtime.ranks.leaving import refuse
 from autopar.runtime.ranks.metrics import as_json
 from autopar.runtime.tensor.shards import Chunks, whole
@@ -231,7 +231,7 @@ def scalars(parts: Iterable[nn.Module], optimizer: Optimizer) -> dict[str, Scala
     found = {
         f"{STATE}{key}/{target.name}": value
         for target in targets(parts, optimizer)
-        for key, value in _state(target, optimizer).items()
+        for key, value in {**_state(target, optimizer), **_of_group(target, optimizer)}.items()
         if is_scalar(value, target)
     }
     read = numbers_of([value for value in found.values() if isinstance(value, Tensor)])
@@ -280,13 +280,29 @@ def _state(target: SteppedTensor, optimizer: Optimizer) -> Mapping[str, Any]:
     return {**own, **outer.state_of(target.parameter)}
 
 
+GROUP = "group:"  # before the key of a number in the group of a parameter
+
+
+def _of_group(target: SteppedTensor, optimizer: Optimizer) -> Mapping[str, Any]:
+    """Return the numbers in a parameter's group that the optimizer's own steps change."""
+    if not (changed := changed_settings(optimizer)):
+        return {}
+    group = group_of(target, optimizer)
+    return {f"{GROUP}{key}": group[key] for key in changed if key in group}
+
+
+def group_of(target: SteppedTensor, optimizer: Optimizer) -> dict[str, Any]:
+    """Return the optimizer's group that has a parameter."""
+    groups = optimizer.param_groups
+    return next(g for g in groups if any(one is target.parameter for one in g["params"]))
+
+
 def made_scalar(scalar: Scalar, target: SteppedTensor, optimizer: Optimizer) -> Any:
     """Return a number as the optimizer stores it; fused kernels read it on the device."""
     value = float(scalar.value) if isinstance(scalar.value, str) else scalar.value
     if scalar.dtype is None:
         return value
-    groups = optimizer.param_groups
-    group = next(g for g in groups if any(one is target.parameter for one in g["params"]))
+    group = group_of(target, optimizer)
     there = scalar.on_device or group.get("fused") or group.get("capturable")
     device = target.parameter.device if there else torch.device("cpu")
     return torch.tensor(value, dtype=getattr(torch, scalar.dtype), device=device)

@@ -31,6 +31,7 @@ from autopar.runtime.optimizer.pieces import (
     note_pieces,
     spread_after_steps,
     state_of,
+    watch_settings,
 )
 from autopar.runtime.ranks.leaving import known_place, refuse
 from autopar.runtime.ranks.mesh import Mesh
@@ -177,6 +178,7 @@ def build_optimizer(
         # the step on the CPU uses this rank's share of the cores; torchrun leaves it one thread
         torch.set_num_threads(max(1, usable_cores() // known_place().local_world_size))
     _use_pieces(optimizer, trainable, model_parts, zero=zero, mesh=mesh)
+    watch_settings(optimizer)
     optimizer.register_step_pre_hook(_lay_gradients_like_parameters)
     if lr is not None:
         for group in optimizer.param_groups:

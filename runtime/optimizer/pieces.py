@@ -20,8 +20,9 @@ from autopar.runtime.data_parallel.buckets import (
 )
 from autopar.runtime.ranks.transport import started_gather
 
-# attributes of an optimizer: its pieces, and the functions that copy their values to parameters
-_PIECES, _SPREADING = "stepped_pieces", "spreading"
+# attributes of an optimizer: its pieces, the functions that copy their values to parameters, and
+# the settings of its groups that its own steps change
+_PIECES, _SPREADING, _CHANGED = "stepped_pieces", "spreading", "changed_settings"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -121,6 +122,31 @@ def pieces_of(optimizer: Optimizer) -> tuple[ParameterPiece, ...] | None:
     """Return an optimizer's pieces, or None if it steps parameters."""
     pieces: tuple[ParameterPiece, ...] | None = optimizer.__dict__.get(_PIECES)
     return pieces
+
+
+def watch_settings(optimizer: Optimizer) -> None:
+    """Note which numbers in its groups an optimizer's own steps change: these are states, too."""
+    changed: set[str] = optimizer.__dict__.setdefault(_CHANGED, set())
+    before: list[dict[str, Any]] = []
+
+    def begin(*_: Any) -> None:
+        before[:] = map(_numbers_of, optimizer.param_groups)
+
+    def end(*_: Any) -> None:
+        for own, group in zip(before, optimizer.param_groups, strict=False):
+            changed.update(key for key, number in own.items() if group.get(key) != number)
+
+    optimizer.register_step_pre_hook(begin)
+    optimizer.register_step_post_hook(end)
+
+
+def changed_settings(optimizer: Optimizer) -> Sequence[str]:
+    """Return the names of the numbers in its groups that an optimizer's own steps have changed."""
+    return sorted(optimizer.__dict__.get(_CHANGED, ()))
+
+
+def _numbers_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: one for key, one in group.items() if isinstance(one, (bool, int, float))}
 
 
 def state_of(piece: ParameterPiece, value: Any) -> Any:

@@ -81,6 +81,22 @@ class Unlikely(Optimizer):
                     one.add_(one.grad, alpha=-0.1)
 
 
+class Counting(Optimizer):
+    """Keeps a number in its groups, as schedule-free optimizers do."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__(parameters, {"steps": 0})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        del closure
+        for group in self.param_groups:
+            group["steps"] += 1
+            for one in group["params"]:
+                if one.grad is not None:
+                    one.add_(one.grad, alpha=-0.1 / group["steps"])
+
+
 FACTORIES: dict[str, Factory] = {
     "adamw": lambda p: AdamW(p, lr=0.1, amsgrad=True),
     "sgd": lambda p: SGD(p, lr=0.1, momentum=0.9),
@@ -90,6 +106,7 @@ FACTORIES: dict[str, Factory] = {
     "rmsprop": lambda p: RMSprop(p, lr=0.1, centered=True),
     "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.1),
     "states without a number": Unlikely,
+    "a number in its groups": Counting,
 }
 
 
