@@ -71,7 +71,7 @@ def test_several_numbers_of_devices_are_compared(model: Path) -> None:
     assert [point.devices for point in plan.curve.points] == [1, 2]
 
 
-def test_what_is_changed_by_hand_stays(model: Path) -> None:
+def test_a_script_that_was_changed_by_hand_stays(model: Path) -> None:
     plan = planned(model)
     script = plan.write("out")
     script.write_text(script.read_text() + "# mine\n")
@@ -81,7 +81,7 @@ def test_what_is_changed_by_hand_stays(model: Path) -> None:
     assert "# mine" not in script.read_text()
 
 
-def test_what_cannot_be_is_an_error_with_the_text_of_the_command(model: Path) -> None:
+def test_a_mistake_is_an_error_with_the_text_of_the_command(model: Path) -> None:
     with pytest.raises(autopar.AutoparError, match="'zx81' is not"):
         autopar.plan(model.name, gpus=2, device="zx81")
 

@@ -124,7 +124,7 @@ def with_microbatch(subject: str, kind: Kind) -> Kind:
 @pytest.mark.parametrize(
     ("subject", "kind"), cells(ONCE_WRONG, ONCE_WRONG.keys() - LARGE), ids=ONCE_WRONG.values()
 )
-def test_what_once_was_wrong_is_equal(subject: str, kind: str) -> None:
+def test_models_that_once_trained_differently_are_equal(subject: str, kind: str) -> None:
     found = cell(SUBJECTS[subject], with_microbatch(subject, KINDS[kind]))
     assert found.verdict is ExitReason.EQUAL, found.detail
     assert found.divided is None or found.divided > 0.6

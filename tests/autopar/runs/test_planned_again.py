@@ -141,7 +141,7 @@ ALONE = ("--node-rank", "0", "--master-addr", "host", "--name", "mine")
         (("--gpus", "9"), 3, "a global batch of 8 (the plan)"),
     ],
 )
-def test_what_cannot_be_is_told_before_anything_is_made(
+def test_a_run_that_cannot_be_is_refused_before_anything_is_written(
     words: tuple[str, ...],
     code: int,
     told: str,

@@ -177,7 +177,7 @@ def test_the_command_finds_the_jobs_folder_and_tells_both(
         (("nowhere",), "there is no run in"),
     ],
 )
-def test_what_cannot_be_told_is_refused(
+def test_a_status_that_nothing_can_tell_is_refused(
     autopar: Autopar, words: tuple[str, ...], told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", "/nowhere")

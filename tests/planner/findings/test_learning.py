@@ -49,7 +49,7 @@ class Tied(nn.Module):
 
 
 @pytest.mark.parametrize("model", [Taught, Tied])
-def test_gradients_reach_what_a_backward_gives_some(model: type[nn.Module]) -> None:
+def test_the_parameters_that_learn_are_those_with_a_gradient(model: type[nn.Module]) -> None:
     graph = trace(replace(file_of(model), example_batch=lambda n: {"x": torch.randn(n, 4)}))
     plain = model()
     plain(torch.randn(2, 4)).backward()

@@ -31,7 +31,7 @@ def _op(target: str, **arguments: Value) -> Op:
     ],
     ids=lambda op: op.target,
 )
-def test_these_draw(op: Op) -> None:
+def test_ops_that_draw_numbers_are_known(op: Op) -> None:
     assert is_random(op)
 
 
@@ -48,7 +48,7 @@ def test_these_draw(op: Op) -> None:
     ],
     ids=lambda op: op.target,
 )
-def test_these_do_not(op: Op) -> None:
+def test_ops_that_draw_no_numbers_are_known(op: Op) -> None:
     assert not is_random(op)
 
 

@@ -82,7 +82,7 @@ def test_a_mask_that_is_causal_is_known_as_such(tmp_path: Path, device: str) -> 
 
 
 @pytest.mark.parametrize("mask", ["x[0, 0, 0] * torch.ones(3, 3)", "torch.eye(3)"])
-def test_a_mask_that_may_be_another_is_kept(tmp_path: Path, mask: str) -> None:
+def test_a_mask_that_may_not_be_causal_is_kept(tmp_path: Path, mask: str) -> None:
     graph = traced(tmp_path, TRANSFORMER.format(mask=mask))
     first, *_ = ops_of(graph, "scaled_dot_product_attention")
     arguments = dict(first.arguments)

@@ -98,7 +98,7 @@ STATE = {
 
 
 @pytest.mark.parametrize("name", STATE)
-def test_what_a_later_step_reads_is_state(tmp_path: Path, name: str) -> None:
+def test_what_a_forward_leaves_for_the_next_step_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(TraceError, match=r"changes what the next one computes|one value") as told:
         traced(tmp_path, source(STATE[name], MORE))
     assert "register_buffer" in told.value.fix

@@ -75,7 +75,7 @@ def test_only_buffers_that_would_widen_activations_are_narrowed(
     assert narrowed(graph_of_code(tmp_path, *code)) == expected
 
 
-def test_a_buffer_that_a_plan_in_fp32_has_is_none_of_this(tmp_path: Path) -> None:
+def test_no_buffer_of_a_plan_in_fp32_is_narrowed(tmp_path: Path) -> None:
     graph = graph_of_code(tmp_path, SUMMED, precision=Precision.FP32)
     assert not any(one.narrowed for one in graph.buffers)
 
@@ -87,14 +87,14 @@ def test_statistics_of_batch_norms_are_in_fp32() -> None:
 
 
 @pytest.mark.parametrize("code", [("y = y + torch.rand(8)",), (SUMMED, "y = y + torch.rand(8)")])
-def test_what_buffers_have_no_part_in_is_refused_as_ever(
+def test_unlike_types_that_no_buffer_causes_are_refused(
     code: tuple[str, ...], tmp_path: Path
 ) -> None:
     with pytest.raises(TraceError, match=r"in bf16, .* multiplies|in bf16, layer_norm"):
         graph_of_code(tmp_path, *code)
 
 
-def test_a_plan_tells_which_and_keeps_it_in_its_file(tmp_path: Path) -> None:
+def test_a_plan_notes_narrowed_buffers_and_keeps_them_in_its_file(tmp_path: Path) -> None:
     told = narrowed_buffers_note(_planned(graph_of_code(tmp_path, SUMMED), tmp_path))
     assert told.startswith("the model combines table (fp32) with activations in bf16")
     assert "forward writes" not in told

@@ -95,7 +95,7 @@ def test_a_process_elsewhere_is_alive_while_its_heart_beats(
     assert holder_of(folder) is None
 
 
-def test_whoever_was_taken_for_dead_notices(tmp_path: Path) -> None:
+def test_a_process_that_was_taken_for_dead_notices(tmp_path: Path) -> None:
     own = claim(tmp_path)
     leave(tmp_path)
     deadline = time.monotonic() + 60

@@ -46,17 +46,19 @@ def collections(garbage: Garbage, steps: int, *, leaves_cycles: bool = False) ->
     return found
 
 
-def test_it_is_collected_after_so_many_steps_and_at_no_other_time(garbage: Garbage) -> None:
+def test_garbage_is_collected_after_so_many_steps_and_at_no_other_time(garbage: Garbage) -> None:
     steps = 2 * EVERY_STEPS
     assert collections(garbage, steps) == [1, 2, EVERY_STEPS, steps]
 
 
-def test_it_is_collected_after_each_step_where_cycles_hold_tensors(garbage: Garbage) -> None:
+def test_garbage_is_collected_after_each_step_if_cycles_hold_tensors(garbage: Garbage) -> None:
     assert collections(garbage, 4, leaves_cycles=True) == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("is_frozen", [False, True])
-def test_python_collects_by_itself_again(is_frozen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_collects_garbage_by_itself_after_the_training(
+    is_frozen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(gc, "freeze", FREEZE)
     monkeypatch.setattr(gc, "unfreeze", UNFREEZE)
     monkeypatch.setattr(gc, "get_freeze_count", FREEZE_COUNT)

@@ -183,7 +183,7 @@ def test_steps_that_compile_are_told_and_not_counted(
     ]
 
 
-def test_other_ranks_are_silent(
+def test_only_the_first_rank_prints_lines(
     capsys: pytest.CaptureFixture[str], mesh: Mesh, tmp_path: Path
 ) -> None:
     file = tmp_path / "metrics.jsonl"
@@ -224,13 +224,13 @@ def test_a_training_without_numbers_ends_at_once(
     assert (last["event"], last["step"]) == ("stopped", 20)
 
 
-def test_it_goes_on_where_that_is_asked_for(mesh: Mesh) -> None:
+def test_a_training_without_numbers_goes_on_if_on_nan_says_so(mesh: Mesh) -> None:
     log = progress_of(mesh, "--on-nan", "go-on")
     assert math.isnan(log(10, math.nan))
     log(20, math.inf, math.nan)
 
 
-def test_with_a_scaled_loss_it_ends_at_the_second_line(
+def test_a_training_with_a_scaled_loss_ends_at_the_second_line_without_numbers(
     capsys: pytest.CaptureFixture[str], mesh: Mesh
 ) -> None:
     log = progress_of(mesh, scales_loss=True)
@@ -252,7 +252,7 @@ def nan_on_rank_1(place: str) -> str:
     return "went on"
 
 
-def test_all_ranks_end_and_the_one_is_named(tmp_path: Path) -> None:
+def test_a_loss_that_is_nan_on_one_rank_ends_all_and_names_it(tmp_path: Path) -> None:
     assert run_on_ranks(nan_on_rank_1, 2, str(tmp_path)) == ["7", "7"]
     told = json.loads((tmp_path / "0.jsonl").read_text().splitlines()[-1])["why"]
     assert told.startswith("the loss is nan in step 5 on rank 1")

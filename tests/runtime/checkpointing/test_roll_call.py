@@ -66,12 +66,12 @@ def test_64_ranks_find_the_one_that_says_nothing() -> None:
     assert sum(calls) < 10 * RANKS
 
 
-def test_the_first_that_answers_tells_it() -> None:
+def test_the_first_rank_that_answers_prints_the_result() -> None:
     found, _ = ask_all([1, 2], ["a", "a", "b"], patience_seconds=0.5)
     assert {(one.teller, one.silent) for one in found} == {(1, (0,))}
 
 
-def test_one_that_is_late_is_waited_for_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_late_rank_is_waited_for_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
     store: Any = dist.HashStore()  # type: ignore[attr-defined]
     now = [0.0]
 
@@ -87,14 +87,14 @@ def test_one_that_is_late_is_waited_for_once_more(monkeypatch: pytest.MonkeyPatc
     assert 7 <= now[0] < 10
 
 
-def test_who_says_nothing_comes_first_and_then_the_few() -> None:
+def test_silent_ranks_are_named_first_then_places_of_few_ranks() -> None:
     places = [place(0), place(2), place(3, "reads")]
     told = "rank 1 does not answer, and may be stopped; rank 3 reads; ranks 0, 2 waits"
     assert places_in_words(places, [1]) == told
     assert places_in_words([place(0)]) == "rank 0 waits"
 
 
-def test_what_one_rank_has_not_begun_is_named() -> None:
+def test_a_collective_that_one_rank_has_not_begun_is_named() -> None:
     waits = UnderWay(begun={LAST.group: 43}, waits_for=LAST)
     lags = UnderWay(begun={LAST.group: 40})
     told = places_in_words([place(0, "in step", waits), place(1, "in step", lags)])
@@ -104,7 +104,7 @@ def test_what_one_rank_has_not_begun_is_named() -> None:
     )
 
 
-def test_who_waits_for_a_late_rank_is_not_late_itself() -> None:
+def test_a_rank_that_waits_for_a_late_one_is_not_called_late() -> None:
     other = Message(group="5 collective", number=8, description="all_gather 8 of the data axis")
     waits = UnderWay(begun={LAST.group: 41, other.group: 7}, waits_for=LAST)
     waits_too = UnderWay(begun={other.group: 8}, waits_for=other)

@@ -86,7 +86,7 @@ def test_buffers_keep_their_types_and_count_on(zero: int) -> None:
         assert seen == {torch.float32}  # units of fully_shard, too
 
 
-def test_a_stage_is_given_what_the_one_before_has_in_its_types() -> None:
+def test_a_stage_receives_tensors_in_the_types_of_the_stage_before() -> None:
     assert run_on_ranks(types_given, 2) == [[torch.float32, HALF]] * 2
 
 

@@ -45,12 +45,12 @@ def test_gradients_are_those_of_the_plain_layer(mode: Mode) -> None:
         torch.testing.assert_close(found, expected)
 
 
-def test_without_it_a_layer_that_runs_again_finds_other_inputs() -> None:
+def test_without_keep_apart_a_recomputed_layer_finds_changed_inputs() -> None:
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         gradients(lambda layer: recompute(layer, "full"))
 
 
-def test_what_it_is_given_stays_and_what_it_returns_is_its_own() -> None:
+def test_a_layer_kept_apart_changes_no_input_and_returns_no_view() -> None:
     layer, x = Layer(), torch.ones(4, 8)
     names = list(layer.state_dict())
     keep_apart(layer)

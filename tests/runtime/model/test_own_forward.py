@@ -29,7 +29,7 @@ class Printed(Layer):
         return torch.as_tensor(self.linear(x) * 3)
 
 
-def test_a_subclass_of_the_class_comes_before_it() -> None:
+def test_a_subclass_overrides_a_forward_that_an_instance_had() -> None:
     layer, x = Layer(), torch.randn(2, 4)
     expected = layer(x)
     kind = class_with_forward(layer)
@@ -39,7 +39,7 @@ def test_a_subclass_of_the_class_comes_before_it() -> None:
     assert layer(x).equal(expected)
 
 
-def test_a_module_without_one_keeps_its_class() -> None:
+def test_a_module_without_its_own_forward_keeps_its_class() -> None:
     assert class_with_forward(nn.Linear(2, 2)) is nn.Linear
 
 
@@ -55,13 +55,13 @@ def test_layers_that_run_again_do_what_they_did(is_apart: bool) -> None:
     assert layer.linear.weight.grad is not None
 
 
-def test_a_printed_forward_takes_its_place() -> None:
+def test_a_printed_forward_replaces_an_instances_own() -> None:
     layer, x = Layer(), torch.randn(2, 4)
     take_class(layer, Printed, Axis(0, 1, None))
     assert layer(x).equal(layer.linear(x) * 3)
 
 
-def test_batch_norms_keep_theirs_when_they_are_widened() -> None:
+def test_widened_batch_norms_keep_their_own_forward() -> None:
     norm = nn.BatchNorm1d(4)
     for parameter in norm.parameters():
         parameter.data = parameter.data.half()
@@ -72,7 +72,7 @@ def test_batch_norms_keep_theirs_when_they_are_widened() -> None:
     assert abs(found.mean().item() - 1) < 1e-2
 
 
-def test_batch_norms_that_run_again_are_widened_beneath() -> None:
+def test_recomputed_batch_norms_are_widened_inside_the_recomputation() -> None:
     norm, x = nn.BatchNorm1d(4), torch.randn(8, 4).bfloat16()
     for parameter in norm.parameters():
         parameter.data = parameter.data.bfloat16()

@@ -47,14 +47,14 @@ def _places(model: nn.Module) -> list[str]:
     return sorted(found)
 
 
-def test_each_is_found_once_under_the_attribute_that_leads_to_it() -> None:
+def test_each_plain_tensor_is_found_once_under_its_attribute() -> None:
     expected = ["closed", "hidden", "listed", "listed", "method", "named", "plain", "table"]
     assert _places(Holding()) == expected
     names = [place.partition(".")[2] for place in _places(nn.Sequential(nn.ReLU(), Holding()))]
     assert names == expected
 
 
-def test_each_is_replaced_where_it_lies() -> None:
+def test_each_plain_tensor_is_replaced_wherever_it_is_held() -> None:
     model: Any = Holding()
     replace_plain_tensors(model, lambda _, tensor: tensor * 2)
     assert [model.plain.item(), model.listed[0].item(), model.listed[1][0].item()] == [2, 2, 2]
@@ -64,7 +64,7 @@ def test_each_is_replaced_where_it_lies() -> None:
     assert model.again[1] is model.layer.weight
 
 
-def test_those_that_are_moved_stay_the_objects_that_they_were() -> None:
+def test_plain_tensors_that_are_moved_stay_the_same_objects() -> None:
     model: Any = Holding()
     plain, weight = model.plain, model.hidden[0].weight
     move_plain_tensors(model, torch.device("meta"))
@@ -75,7 +75,7 @@ def test_those_that_are_moved_stay_the_objects_that_they_were() -> None:
     assert not model.layer.weight.is_meta
 
 
-def test_what_a_partial_function_was_given_is_no_place_to_write_to() -> None:
+def test_tensors_in_a_partial_function_are_not_found() -> None:
     model: Any = nn.ReLU()
     model.shifted = partial(torch.add, torch.ones(1))
     assert _places(model) == []

@@ -117,11 +117,11 @@ def test_an_error_of_a_forward_that_runs_again_is_its_own() -> None:
         loss.backward()
 
 
-def test_less_is_kept() -> None:
+def test_full_recomputation_saves_less_memory_for_the_backward() -> None:
     assert gradients("full")[2] < gradients("none")[2]
 
 
-def test_the_marks_are_seen_from_outside() -> None:
+def test_a_model_knows_whether_a_layer_inside_recomputes() -> None:
     inner = Layer()
     model = nn.Sequential(inner)
     assert not recomputes(model)

@@ -18,7 +18,7 @@ def _parameter(size: int = 3) -> Any:
     return made
 
 
-def test_its_class_and_attributes_stay_and_whoever_holds_it_sees_the_contents() -> None:
+def test_a_tensor_with_new_contents_keeps_its_class_attributes_and_holders() -> None:
     parameter = _parameter()
     held = [parameter]
     put_into(parameter, torch.arange(4.0))
@@ -32,7 +32,7 @@ def test_a_frozen_parameter_stays_frozen_and_numbers_of_another_type_are_taken()
     assert (parameter.dtype, parameter.requires_grad) == (torch.int64, False)
 
 
-def test_its_hooks_run_on_the_new_gradients_and_can_be_removed() -> None:
+def test_hooks_of_a_tensor_run_on_the_gradients_of_its_new_contents() -> None:
     parameter, seen = _parameter(), list[float]()
     handle = parameter.register_hook(lambda gradient: gradient * 2)
     parameter.register_post_accumulate_grad_hook(lambda one: seen.append(float(one.grad.sum())))

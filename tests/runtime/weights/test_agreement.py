@@ -87,7 +87,7 @@ def test_what_one_process_does_beside_its_weights_does_no_harm() -> None:
     run_on_ranks(_load, 2, _more_in_one, "tensor")
 
 
-def test_a_large_tensor_is_told_by_some_of_its_numbers() -> None:
+def test_the_digest_of_a_large_tensor_covers_some_of_its_elements() -> None:
     large = torch.arange(10_000.0)
     assert digest_of(large) == digest_of(large.clone())
     assert digest_of(large) != digest_of(large + 1)

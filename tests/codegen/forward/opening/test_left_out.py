@@ -38,6 +38,6 @@ class Skipping(nn.Module):
         return out.square().mean()
 
 
-def test_who_is_given_what_is_not_computed_is_printed() -> None:
+def test_a_module_that_gets_an_output_nobody_computes_is_printed() -> None:
     sources = printed(Skipping(), opened=["encoder"])
     assert any("(Decoder)" in source for source in sources.values())

@@ -105,7 +105,7 @@ KINDS = pytest.mark.parametrize(
 
 
 @KINDS
-def test_what_lies_between_the_two_calls_is_printed_with_them(
+def test_code_between_two_calls_that_share_state_is_printed_too(
     kind: type[nn.Module], reader: str
 ) -> None:
     assert {"sides.right", reader} <= opening("sides", kind=kind).printed
@@ -113,7 +113,7 @@ def test_what_lies_between_the_two_calls_is_printed_with_them(
 
 @KINDS
 @pytest.mark.parametrize("opened", [(), ("",)], ids=["nothing printed", "root printed"])
-def test_what_one_module_hides_leaves_and_finds_as_ever(
+def test_state_that_one_module_leaves_and_reads_itself_prints_no_other(
     opened: tuple[str, ...], kind: type[nn.Module], reader: str
 ) -> None:
     printed = opening(*opened, kind=kind).printed
