@@ -110,12 +110,6 @@ def test_ranks_may_differ_only_in_options_that_do_not_change_what_they_do(
     assert (given[0] != given[1]) is is_compared
 
 
-def test_epochs_are_no_option_without_a_dataset(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        read("--epochs", "2")
-    assert "unrecognized arguments: --epochs" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("words", "telling"),
     [
@@ -149,13 +143,6 @@ def test_what_the_usual_optimizer_is_made_of_are_options(
     with pytest.raises(SystemExit, match="2"):
         read("--betas", "0.9", "0.95")  # the model file makes the optimizer
     assert "unrecognized arguments" in capsys.readouterr().err
-
-
-def test_minutes_may_be_a_part_of_one(capsys: pytest.CaptureFixture[str]) -> None:
-    assert read("--checkpoint-minutes", "0.5").checkpoint_minutes == 0.5
-    with pytest.raises(SystemExit, match="2"):
-        read("--checkpoint-minutes", "0")
-    assert "0 is not a number of 0.01 or more" in capsys.readouterr().err
 
 
 def test_a_machine_says_how_many_workers_its_ranks_may_have(
