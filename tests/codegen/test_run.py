@@ -12,7 +12,7 @@ import pytest
 
 from autopar.codegen.emit import write_script
 from autopar.codegen.proof.dryrun.running import dry_run
-from autopar.codegen.proof.exactness import ScriptFailedError, failure_of, first_traceback
+from autopar.codegen.proof.exactness import failure_of, first_traceback
 from autopar.planner.plan.plan import Plan
 from tests.cells import cells
 from tests.codegen.kinds import plan_of
@@ -56,10 +56,6 @@ def test_a_dry_run_sends_what_the_script_would(rank: int, tmp_path: Path) -> Non
     assert found.peak_bytes > 2**20
 
 
-def test_a_failed_script_has_an_exit_code_of_its_own() -> None:
-    assert ScriptFailedError("x").exit_code == 7
-
-
 def test_of_what_failed_scripts_say_the_first_traceback_is_told_to_its_end() -> None:
     said = [
         "W1 a warning", "[rank1]: Traceback (most recent call last):", '[rank1]:   File "a.py"',
@@ -89,6 +85,7 @@ def test_a_script_that_stands_still_is_told_with_the_line_where_it_waits() -> No
     assert str(error).startswith(
         "the script stands still on 2 processes: one of them waits in step, line 12"
     )
+    assert error.exit_code == 7
 
 
 @pytest.mark.usefixtures("forked_python")

@@ -22,11 +22,12 @@ from autopar.runtime.ranks.locations import MARK, is_named_as_file
 from autopar.runtime.ranks.mesh import Mesh
 
 
-def test_what_another_program_left_is_not_replaced(
-    tmp_path: Path, mesh: Mesh, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("mark", [None, dict(MARK)], ids=["of a program", "of a checkpoint"])
+def test_files_that_no_export_has_written_are_not_replaced(
+    mark: dict[str, str] | None, tmp_path: Path, mesh: Mesh, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "model.safetensors"
-    save_file({"x": torch.ones(2)}, path)
+    save_file({"x": torch.ones(2)}, path, metadata=mark)
     for place in (path, tmp_path):
         with pytest.raises(SystemExit) as left:
             destination(str(place), mesh)
@@ -43,20 +44,6 @@ def test_a_place_that_cannot_be_written_is_told_before_anything_is_trained(
     with pytest.raises(SystemExit):
         destination(str(tmp_path / "file" / "out"), mesh)
     assert "nothing can be written" in capsys.readouterr().err
-
-
-def test_none_keeps_nothing(mesh: Mesh) -> None:
-    assert destination("none", mesh) is None
-
-
-def test_an_export_is_no_shard_of_a_checkpoint(
-    tmp_path: Path, mesh: Mesh, capsys: pytest.CaptureFixture[str]
-) -> None:
-    shard = tmp_path / "shard.safetensors"
-    save_file({"x": torch.ones(2)}, shard, metadata=dict(MARK))
-    with pytest.raises(SystemExit):
-        destination(str(shard), mesh)
-    assert "autopar has not exported it" in capsys.readouterr().err
 
 
 def written(to: Path, *, fails: BaseException | None = None) -> None:

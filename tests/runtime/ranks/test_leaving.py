@@ -12,7 +12,7 @@ import pytest
 
 from autopar.runtime.ranks import leaving
 from autopar.runtime.ranks.leaving import refuse
-from autopar.runtime.ranks.options import NORM, STEPS, OptionParser
+from autopar.runtime.ranks.options import OptionParser
 from tests.runtime.script_ranks import run_script
 
 RANKS = 3
@@ -145,18 +145,6 @@ def test_one_process_tells_by_itself(
     with pytest.raises(SystemExit, match="2"):
         OptionParser(prog="train.py").parse_args(["--stesp"])
     assert "error: unrecognized arguments: --stesp" in capsys.readouterr().err
-
-
-def test_a_setting_is_read_as_its_option_is(capsys: pytest.CaptureFixture[str]) -> None:
-    parser = OptionParser(prog="train.py")
-    parser.add_argument("--steps", type=STEPS, default=0)
-    parser.add_argument("--clip", type=NORM, default=None)
-    with pytest.raises(SystemExit, match="2"):
-        parser.parse_args([])
-    assert "--steps: 0 is not a whole number of 1 or more" in capsys.readouterr().err
-    read = parser.parse_args(["--steps", "3"])
-    assert (read.steps, read.clip) == (3, None)
-    assert parser.parse_args(["--steps", "3", "--clip", "0"]).clip == 0
 
 
 def test_a_model_file_that_has_moved_is_told_with_what_to_do(tmp_path: Path) -> None:

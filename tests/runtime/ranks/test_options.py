@@ -158,13 +158,20 @@ def test_a_machine_says_how_many_workers_its_ranks_may_have(
     assert read("--workers", "16", workers=0).workers == 16
 
 
-def test_a_setting_that_is_empty_is_refused_as_its_option_is(
-    capsys: pytest.CaptureFixture[str],
+@pytest.mark.parametrize(
+    ("setting", "telling"),
+    [
+        ({"checkpoint": ""}, "it is empty; is a shell variable not set?"),
+        ({"export": " "}, "it is empty; is a shell variable not set?"),
+        ({"steps": 0}, "--steps: 0 is not a whole number of 1 or more"),
+    ],
+)
+def test_a_setting_of_the_script_is_checked_as_its_option_is(
+    setting: dict[str, Any], telling: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for setting in ({"checkpoint": ""}, {"export": " "}):
-        with pytest.raises(SystemExit, match="2"):
-            read(**setting)
-        assert "it is empty; is a shell variable not set?" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        read(**setting)
+    assert telling in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("has_gpu", "workers"), [(True, 2), (False, 0)])
