@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import errno
 import json
 import os
 import shutil
@@ -30,12 +31,17 @@ _BAR = 30  # characters
 def say(text: object, to: TextIO | None = None) -> None:
     """Print a line to stderr or another stream, over a progress bar if there is one.
 
-    Control characters are spelled out, and passwords in URLs are hidden.
+    Control characters are spelled out, and passwords in URLs are hidden. If the stream is a file on
+    a full disk, the line is lost: this must not end a training.
     """
     stream = sys.stderr if to is None else to
-    # One write call: print writes the newline separately, and ranks share the console.
-    stream.write(f"{_ERASE if is_terminal(stream) else ''}{plain(str(text))}\n")
-    stream.flush()
+    try:
+        # One write call: print writes the newline separately, and ranks share the console.
+        stream.write(f"{_ERASE if is_terminal(stream) else ''}{plain(str(text))}\n")
+        stream.flush()
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
 
 
 def is_terminal(stream: TextIO) -> bool:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import io
+import os
+
 import pytest
 
+from autopar.runtime.ranks.leaving import say
 from autopar.runtime.texts import in_a_line, masked, masked_variable, plain
 
 
@@ -38,3 +42,12 @@ def test_a_variable_that_is_called_a_secret_is_masked() -> None:
 def test_names_of_others_give_a_terminal_no_orders() -> None:
     assert plain("a\x1b[31mb\nc\td") == "a\\x1b[31mb\nc\td"
     assert in_a_line("a\nerror: b\x1b") == "a\\nerror: b\\x1b"
+
+
+def test_lines_on_a_full_disk_are_lost_and_end_nothing() -> None:
+    full = io.TextIOWrapper(io.FileIO(os.open("/dev/full", os.O_WRONLY), "w"), write_through=True)
+    say("step 1", full)
+    reader, writer = os.pipe()
+    os.close(reader)
+    with pytest.raises(BrokenPipeError):  # nobody reads the lines of this training any more
+        say("step 1", io.TextIOWrapper(io.FileIO(writer, "w"), write_through=True))
