@@ -44,7 +44,7 @@ BEAT_SECONDS = 15.0
 _MISSED = 4  # heartbeats, after which a process on another machine counts as dead
 _SETTLING_SECONDS = 1.0  # by then a process that wrote at the same time has finished writing
 _POLL_SECONDS = 1.0
-_SEEN_SECONDS = 2 * _MISSED * BEAT_SECONDS  # the oldest beat that counts; 2: clocks differ
+_SEEN_SECONDS = 2 * _MISSED * BEAT_SECONDS  # the age at which a heartbeat is over; 2: clocks differ
 _MOST_BYTES = 2**14
 
 
@@ -105,8 +105,7 @@ class Claim:
 def claim(folder: Location, *, note: Callable[[str], None] = lambda _: None) -> Claim:
     """Take a folder, or raise TakenError.
 
-    `note` is called with a message before a wait that shows whether a holder on another machine
-    still runs.
+    `note` gets a message before this waits for a heartbeat of a holder on another machine.
     """
     holder = _own(folder)
     before = holder_of(folder)

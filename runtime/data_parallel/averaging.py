@@ -6,7 +6,7 @@ need the mean, it is rounded again and gathered. In each message an element take
 share of the block's scale, 4 ÷ 256 bytes.
 
 Each rank adds its own rounding errors (`Feedback.own`) to its next gradients. The rank that adds up
-a piece also rounds the mean, and adds the errors of that (`Feedback.mean`) to the next mean.
+a piece also rounds the mean, and adds this rounding error (`Feedback.mean`) to the next mean.
 """
 
 from __future__ import annotations

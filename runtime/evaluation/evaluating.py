@@ -133,9 +133,9 @@ class Evaluation:
     A microbatch is weighted by its rows, or by its valid `targets` if the loss is a mean over
     these. If the loss adds several means, each mean is weighted by its count, which `terms`
     returns. `divisor` turns a count into the number that the loss divides by: the count itself, or
-    for example max(count, 1). If the loss is a sum over rows, the mean over microbatches is
-    multiplied by `microbatches`, their number in a step of all data ranks together, so that the
-    result compares with a step's loss. For other losses `microbatches` is 1.
+    for example max(count, 1). If the loss is a sum over rows, `microbatches` is the number of
+    microbatches in a step of all data ranks: the mean over microbatches is multiplied by it, to be
+    comparable with the loss of a step. For other losses it is 1.
     `metrics` computes values from the model's outputs; their means are returned, too.
     """
 
