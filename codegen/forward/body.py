@@ -68,7 +68,7 @@ def rewritten(op: Op, body: AvailableValues) -> SourceForm | None:
 
 
 def _squeezed(op: Op, body: AvailableValues) -> SourceForm:
-    """Print a squeeze with its dims: without them it would drop a split dim of a one-wide shard."""
+    """Print a squeeze that names its dims; a bare one would drop a split dim of local size 1."""
     shape = body.graph.tensors[op.inputs[0]].shape
     given = argument(op, "dim")
     asked = given if isinstance(given, tuple) else range(len(shape)) if given is None else (given,)
@@ -89,7 +89,7 @@ def _histogram(op: Op, body: AvailableValues) -> SourceForm:
 
 
 def _are_alike(op: Op, body: AvailableValues) -> bool:
-    """Whether an op's results have equal sizes, so that `chunk(number of results)` makes them."""
+    """Whether an op's results have equal sizes, so that it can be printed as `chunk`."""
     dim = whole_number(op.argument("dim"))
     sizes = {wanted(body.split, t, body.split.made(t))[dim].extent for t in op.outputs}
     return len(sizes) == 1 and len(op.outputs) > 1
@@ -186,7 +186,7 @@ class BodyBuilder(AvailableValues):
         self.loss_weights = f'batch["{LOSS_WEIGHTS}"]' if scope == LOSS else LOSS_WEIGHTS
         self.repeats = ComputedValues(self.graph)
         self.called: set[str] = set()
-        self.in_functions: set[str] = set()  # ops that run in plain functions which this body calls
+        self.in_functions: set[str] = set()  # ops of the author's functions that this body calls
 
     def add(self, op: Op) -> None:
         """Add an op, or the call of the module or function that runs it."""
@@ -199,7 +199,7 @@ class BodyBuilder(AvailableValues):
             self.add_line(call_line(unit, self))
 
     def _add_function(self, first: Op) -> bool:
-        """Add the call of a plain function whose first op is `first`; return False if none fits."""
+        """Call the author's function that begins with an op; return False if none can be called."""
         for function in self.graph.index.functions[first.name]:
             names = set(function.ops)
             place = self._places[first.name]
@@ -263,7 +263,7 @@ class BodyBuilder(AvailableValues):
         return share_of(op, self._usual(op), self)
 
     def _usual(self, op: Op) -> SourceForm:
-        """Return an op as PyTorch's function."""
+        """Print an op as PyTorch's function."""
         return self._with_settings(op, printed(op, self.place(op)))
 
     def _with_settings(self, op: Op, printed_op: SourceForm) -> SourceForm:
@@ -288,7 +288,7 @@ class BodyBuilder(AvailableValues):
         return None
 
     def _size(self, op: Op, tree: ast.expr, beside: str) -> Computed | None:
-        """Return `x.shape[-1]` of the op's only tensor, which the source calls `beside`."""
+        """Return the value and expression of `x.shape[-1]`, if `x` is the op's only tensor."""
         match tree:
             case ast.Subscript(value=ast.Attribute(value=owner, attr="shape"), slice=place):
                 number = computed(place, lambda _: None)
@@ -366,7 +366,7 @@ class BodyBuilder(AvailableValues):
         return found | local_arguments(op, self)
 
     def only_in_evaluations(self, since: int) -> None:
-        """Mark the lines from `since` on, which no other line needs, as run in evaluations only."""
+        """Mark the lines from number `since` on as needed in evaluations only."""
         own = [replace(line, only_evaluates=True) for line in self.lines[since:]]
         self.lines[since:] = own
 

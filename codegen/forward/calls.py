@@ -68,7 +68,7 @@ def printed_argument(
     if isinstance(value, Ref):
         return tensor(value.tensor)
     if isinstance(value, Mapped):
-        assert isinstance(other, Mapped)  # of the same call
+        assert isinstance(other, Mapped)
         shown = zip(pairs(value), pairs(other), strict=True)
         return mapped((literal(key), inner(one, two)) for (key, one), (_, two) in shown)
     if isinstance(value, tuple) and not is_mapping(value):
@@ -263,7 +263,7 @@ def call_line(unit: str, body: AvailableValues) -> Line:
     record = body.graph.calls[unit]
     ops = body.tree.ops.get(unit, ())
     has_size = any(map(_has_size, (*record.arguments, *dict(record.keywords).values())))
-    # without a number there is nothing to compare, and no need for a second trace
+    # the second trace only tells sizes from other numbers
     others = (body.split.lengths.call(unit) if has_size else None) or record
     by_name = dict(others.keywords)
     arguments = [
@@ -307,7 +307,7 @@ def _given(unit: str, body: AvailableValues) -> Iterator[tuple[str, Value]]:
 
 
 def _target(unit: str, body: AvailableValues) -> SourceForm:
-    """Return the callee: a module of the owner, or an autograd Function by its name."""
+    """Return the callee: a module inside `self`, or an autograd Function by its name."""
     record = body.graph.calls[unit]
     if not record.is_function:
         if body.owner.within(record.path) is None:
@@ -358,7 +358,7 @@ def _argument(value: Value, unit: str, body: AvailableValues, other: Value) -> E
 
 
 def _object(value: Value, unit: str, body: AvailableValues) -> Expression:
-    """Print a string, or an object: a module of the owner by its path, any other one as None."""
+    """Print a string or an object: a module inside `self` by its path, other objects as None."""
     if is_mapping(value):
         raise PrintAgainError(unit, reason="a mapping that is no dict")
     for name in objects(value):

@@ -203,7 +203,7 @@ def _pattern(builder: BodyBuilder, value: Value, name: str) -> Pattern:
 def class_source(
     name: str, base: str, docstring: str, printed: PrintedForward, *, fields: Sequence[str] = ()
 ) -> str:
-    """Return a class with one method, and annotations of attributes that the script sets."""
+    """Return the source of a class; `fields` are annotations of attributes that the script sets."""
     lines = [f"class {name}({base}):", f'    """{docstring}"""', ""]
     declared = [*(["tensor: Axis"] if printed.uses_axis else []), *fields]
     if declared:

@@ -26,7 +26,7 @@ from autopar.planner.rules.table import kind_of, rule_of
 
 
 def result_sizes(op: Op, given: tuple[Value, ...], body: AvailableValues) -> SourceForm:
-    """Return the sizes of a view or expand: -1 as in the model, others from tensors if possible."""
+    """Return the sizes of a view or expand: -1 as in the model, others from shapes if possible."""
     layout = body.split.made(op.outputs[0])
     sizes = wanted(body.split, op.outputs[0], layout)
     is_view = kind_of(op) is not OpKind.EXPAND

@@ -99,7 +99,7 @@ def _is_absent(builder: BodyBuilder, part: Value) -> bool:
 
 
 def whole_outputs(builder: BodyBuilder, value: Value, place: str = "outputs") -> Expression:
-    """Return the model's outputs with whole tensors; `place` is what users call them in metrics."""
+    """Return the model's outputs with whole tensors; `place` is their name in metrics()."""
     inner = [whole_outputs(builder, one, where) for where, one in items_of(value, place)]
     if is_mapping(value):
         keys = [key for key, _ in pairs(value)]
@@ -260,15 +260,15 @@ class StageClass:
 class OpenedSource:
     """The code that a script defines beside the user's.
 
-    `stages` is empty if the root is called as it is. `loss` is the source of `split_loss(outputs,
+    `stages` is empty if the model's own forward stays. `loss` is the source of `split_loss(outputs,
     batch, tensor)`, or None if the user's own loss is correct. `metrics` is the source of
     `whole_metrics(outputs, batch, tensor)`, if ranks have shards of outputs; `absent` are outputs
     that the code does not compute, so no metric can use them. `valid_targets` is the source of a
     function that counts the targets which the loss averages over, or None if every row has the same
     weight. With `weighs_terms` the loss has several means, each multiplied by its own weight.
-    `divisor` is the source of a function that maps a count to the loss's divisor (say, the count,
-    but at least one). The code of `inlined` calls is in their callers' code. `functions` of the
-    model's files are called by the printed code. Of the batch's keys in `own_rows`, a tensor rank
+    `divisor` is the source of a function that maps a count to the loss's divisor, for example to
+    max(count, 1). The code of `inlined` calls is in their callers' code. `functions` of the model's
+    files are called by the printed code. `own_rows` are keys of the batch of which a tensor rank
     gets only its own rows. `splits_rows` is true if tensor ranks split rows anywhere.
     """
 

@@ -41,21 +41,17 @@ class BlockStage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolFacts:
-    """What a plan says to another training tool.
-
-    Tools split every matrix of a block, the embedding and the head between tensor ranks.
-    `whole_weights` are matrices that the plan keeps whole instead.
-    """
+    """The facts of a plan that other training tools ask for."""
 
     title: str
     block_class: str  # of the first block, "" without blocks
     arrangement: Arrangement
     nodes: int
     stages: tuple[BlockStage, ...]
-    between: tuple[str, ...]  # layers between two blocks, where tools have none
+    between: tuple[str, ...]  # layers between two blocks
     modes_outside: tuple[tuple[str, Recompute], ...]  # of layers outside the blocks
-    saves_on_host: bool  # whether blocks save tensors on the host, which `modes` do not say
-    whole_weights: tuple[str, ...]
+    saves_on_host: bool  # whether blocks save tensors in host memory
+    whole_weights: tuple[str, ...]  # matrices that tensor ranks do not split
     crossing: tuple[str, ...]  # the split axes of activations between blocks; "" for whole ones
     known: tuple[RunnerUp, ...]  # other plans, whose step times are known
 
@@ -81,7 +77,7 @@ class ToolFacts:
 
 
 def half_flags(precision: Precision) -> Mapping[str, bool]:
-    """Return the two flags that tools have for 16 bits."""
+    """Return the flags bf16 and fp16."""
     scales = precision.scales_loss
     return {"bf16": precision.is_half and not scales, "fp16": precision.is_half and scales}
 

@@ -45,11 +45,7 @@ class ToolView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tool:
-    """A training tool: its name, its files, and what it can express.
-
-    A file has the name of its template. The tool has the pipeline schedules in `schedules`.
-    `nearest` returns the facts of the nearest plan that the tool can run, and notes on the changes.
-    """
+    """A training tool: its name, its files, and what it can express."""
 
     name: str
     files: Callable[[ToolFacts, Recompute], ToolFiles]
@@ -57,10 +53,13 @@ class Tool:
     notes: Callable[[ToolFacts], Iterator[str]]
     selective: str  # how its selective mode differs from the plan's, in words
     compiles: bool
+    # returns the facts of the nearest plan that the tool can run, and notes on the changes
     nearest: Callable[[ToolFacts], tuple[ToolFacts, tuple[str, ...]]] = lambda facts: (facts, ())
     splits: str = "all matrices of blocks, the embedding and the head"  # what tensor ranks split
-    mixed: str = "all blocks"  # what it recomputes if the plan recomputes only some, in words
-    mixes: Callable[[ToolFacts], bool] = lambda _: False  # whether it recomputes the same blocks
+    # for plans that recompute some of the blocks: which blocks the tool recomputes instead, and
+    # whether it can recompute just those of the plan
+    mixed: str = "all blocks"
+    mixes: Callable[[ToolFacts], bool] = lambda _: False
 
 
 def tool_files(tool: str, facts: ToolFacts) -> tuple[tuple[LaunchFile, ...], tuple[str, ...]]:
@@ -168,7 +167,8 @@ def _titan_files(facts: ToolFacts, mode: Recompute) -> ToolFiles:
         ),
     }
     sequence = {"enable_sequence_parallel": facts.splits_sequence} if chosen.tensor > 1 else {}
-    no_graphs = {"disable_cuda_graphs": True} if chosen.pipeline > 1 else {}  # or 0.3 refuses
+    # torchtitan 0.3 refuses CUDA graphs in a pipeline
+    no_graphs = {"disable_cuda_graphs": True} if chosen.pipeline > 1 else {}
     by_op = {"selective_ac_option": "op"} if mode.saved_ops is not None else {}
     compiling = {"enable": chosen.compile.takes_layers}
     return {
@@ -294,7 +294,7 @@ def _megatron_recompute(facts: ToolFacts, mode: Recompute) -> ToolSettings:
         return {}
     if mode.saved_ops is not None:
         return {"recompute-granularity": "selective"}
-    most = max(stage.modes.count(mode) for stage in facts.stages)  # blocks of any stage
+    most = max(stage.modes.count(mode) for stage in facts.stages)
     is_all = all(one is mode for one in facts.modes)
     return {
         "recompute-granularity": "full",

@@ -24,7 +24,7 @@ from autopar.planner.plan.plan import StoredPlan
 from autopar.planner.plan.telling.words import arrangement_words
 
 VOLUME = "/volume"  # where a volume is in the file system of a pod
-_PROCESSORS_OF_DEVICE = 4  # CPU cores: one for the rank, the others for its DataLoader workers
+_PROCESSORS_OF_DEVICE = 4  # CPU cores for a rank and its DataLoader workers
 _LAST_SECONDS = 20  # torchrun stops waiting for its ranks 20 s before the job is killed
 _LONGEST_NAME = 40
 _FORM_FACTOR = re.compile(r"-(sxm\d?|pcie|nvl|oam)\b.*$")
@@ -132,7 +132,7 @@ class LaunchJob:
 
     @property
     def base_image(self) -> str:
-        """The image that the Dockerfile starts from; with Kubernetes, `image` is what it makes."""
+        """The image in the Dockerfile's FROM."""
         given = self.settings.image if self.target == DOCKER else None
         return given or f"python:{self.content.python}-slim"
 
@@ -160,10 +160,7 @@ class LaunchJob:
 
 
 def job_name(plan: StoredPlan, settings: LaunchSettings) -> str:
-    """Return the job's name: that of --set name=…, or one made from the model's name.
-
-    All schedulers accept the name that is made.
-    """
+    """Return the job's name: that of --set, or the model's name as all schedulers accept it."""
     found = re.sub(r"[^a-z0-9]+", "-", plan.model.name.lower(), flags=re.ASCII).strip("-")
     return settings.name or found[:_LONGEST_NAME].strip("-") or "training"
 

@@ -40,7 +40,7 @@ class RankBlock:
 RankBlocks: TypeAlias = Sequence[RankBlock]
 Region: TypeAlias = tuple[slice, ...]
 
-_MOST_SHOWN = 4  # so many kinds of tensors are named
+_MOST_SHOWN = 4  # further kinds of tensors are only counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +68,7 @@ def assembled(ranks: Iterable[RankBlocks]) -> dict[str, Tensor]:
 
 
 def initial_value_faults(names: Iterable[str]) -> Iterator[str]:
-    """Yield a sentence for each kind among `names`, the tensors with other initial values."""
+    """Yield sentences on tensors whose initial values differ, one for all layers."""
     kinds: dict[str, list[str]] = {}
     for name in names:
         kinds.setdefault(re.sub(r"\b\d+\b", "*", name), []).append(name)
@@ -80,7 +80,7 @@ def initial_value_faults(names: Iterable[str]) -> Iterator[str]:
 
 
 def apart(ranks: Sequence[RankBlocks], expected: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return each tensor's largest difference; infinite if some of its elements are on no rank."""
+    """Return each tensor's largest difference; infinite if no rank has some of its elements."""
     found = {name: 0.0 for name, value in expected.items() if value.numel()}
     missing = {name: torch.ones_like(expected[name], dtype=torch.bool) for name in found}
     for block in (block for blocks in ranks for block in blocks if block.name in found):
@@ -152,9 +152,9 @@ SentMessages: TypeAlias = tuple[SentMessage, ...]  # of one graph
 
 
 def fusing_notes(ranks: Iterable[RankTrained], script: Path) -> Iterator[str]:
-    """Yield for each class of a script which messages of its layers inductor fuses with products.
+    """Yield for each class of a script which of its messages inductor fuses with products.
 
-    Graphs of equal layers, and of several ranks, count once.
+    Equal graphs count once.
     """
     graphs = dict.fromkeys(graph for rank in ranks for graph in rank.messages if graph)
     if not graphs:

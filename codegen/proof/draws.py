@@ -154,7 +154,7 @@ _DROPOUT_MASK = "bernoulli_"  # makes a dropout's mask from the probability to k
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AxisSizes:
-    """How many ranks each axis has; along the ranks, tensor changes fastest, pipeline slowest."""
+    """How many ranks each axis has. Neighbouring ranks differ on the tensor axis."""
 
     pipeline: int
     data: int
@@ -175,7 +175,7 @@ class AxisSizes:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """The unit of comparison: the draws of one kind by one module."""
+    """A module and the kind of its draws; draws are compared site by site."""
 
     module: str
     op: str
@@ -242,10 +242,7 @@ def _sites(ranks: Sequence[Sequence[NotedDraw]]) -> dict[Site, _Drawn]:
 
 
 def _inlined(found: Mapping[Site, _Drawn], expected: Mapping[Site, _Drawn]) -> dict[Site, Site]:
-    """Pair the sites of inlined modules with the site of the caller that contains their code.
-
-    The caller must draw as many numbers in the script as it and these modules in one process.
-    """
+    """Pair the sites of inlined modules with the site of the caller that contains their code."""
     pairs: dict[Site, Site] = {}
     for own, drawn in found.items():
         inside = [

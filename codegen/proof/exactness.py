@@ -98,7 +98,7 @@ class KeepFloat64(TorchFunctionMode):
         super().__init__()
         self.dtype = dtype
         self.default = torch.get_default_dtype()
-        self.optimizers = 0  # how many are in their step now: one may call the step of another
+        self.optimizers = 0  # running steps: an optimizer may call the step of another
         self.hooks: list[RemovableHandle] = []
 
     def __enter__(self) -> Self:

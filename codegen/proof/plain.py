@@ -134,7 +134,7 @@ class Task:
     float8_layers: tuple[str, ...] = ()
     device: str = "cpu"
     local: LocalSteps | None = None
-    sums: SentSums | None = None  # how data ranks compress gradients; None if they lose nothing
+    sums: SentSums | None = None  # how data ranks compress gradients
 
     @property
     def torch_dtype(self) -> torch.dtype:

@@ -32,7 +32,7 @@ FIRST_SCALE = 2.0**15  # of a loss in fp16: without it, gradients would underflo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlainHalf:
-    """The tensors of one process and its losses; a tied tensor is under the first of its names."""
+    """The tensors and losses of a training in one process; a tied tensor has its first name."""
 
     initial: Mapping[str, Tensor]
     types: Mapping[str, str]  # of the buffers
@@ -66,7 +66,7 @@ class _Both:
 
 
 def train_in_half(task: Task) -> tuple[PlainHalf, PlainHalf]:
-    """Train in a task's 16-bit dtype, with its products in float8, and in fp32."""
+    """Return a training in a task's 16-bit dtype and float8 layers, and one in fp32."""
     return _trained(task), _trained(replace(task, dtype="float32", float8_layers=()))
 
 

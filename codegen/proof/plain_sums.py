@@ -40,15 +40,15 @@ class SentSums:
     """How a plan's data ranks share the rows of a step, and which gradients they compress."""
 
     rows: tuple[tuple[int, ...], ...]  # of a step, for each data rank
-    together: int  # data ranks whose sum is compressed: those of one copy, if there are copies
-    gathers: bool  # the mean is compressed, too, and gathered
+    together: int  # data ranks whose gradients are added before the sum is compressed
+    gathers: bool  # the mean is compressed as well, for its all-gather
     is_low_rank: bool  # by PowerSGD, not in int8
-    # the parameters, with the shards of them that tensor ranks hold
+    # of each compressed parameter, by its name
     shards: tuple[tuple[str, tuple[Chunks, ...]], ...]
 
 
 def sent_sums(plan: Plan) -> SentSums | None:
-    """Return how a plan's data ranks compress gradients, or None if they lose nothing of them."""
+    """Return how a plan's data ranks compress gradients, or None if they do not."""
     arranged = plan.arrangement
     if not arranged.compression.keeps_lost:
         return None
@@ -64,7 +64,7 @@ def sent_sums(plan: Plan) -> SentSums | None:
 
 
 def rounding_note(plan: Plan) -> str:
-    """Return a note on sums of rounded gradients: each rank rounds once, and so does each sum."""
+    """Return a note on the error of sums of 16-bit gradients."""
     arranged = plan.arrangement
     dtype = arranged.precision.torch_name if arranged.precision.is_half else "bfloat16"
     share = arranged.averaging_ranks * torch.finfo(getattr(torch, dtype)).eps / 2
@@ -119,9 +119,9 @@ class SentGradients:
     """Averages gradients as data ranks do that compress them and carry the errors forward."""
 
     sums: SentSums | None
-    # errors to add next time: of ranks, by parameter, shard and first rank of a sum; and of means
+    # errors of rounding, added next time: by parameter, shard and first of the ranks added together
     _lost: dict[tuple[str, int, int], Tensor] = field(default_factory=dict)
-    _lost_of_means: dict[tuple[str, int], Tensor] = field(default_factory=dict)
+    _lost_of_means: dict[tuple[str, int], Tensor] = field(default_factory=dict)  # by shard
     _bases: dict[tuple[str, int], Tensor] = field(default_factory=dict)  # of PowerSGD
 
     def backward(

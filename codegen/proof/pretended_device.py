@@ -76,10 +76,7 @@ class _Stream(_Event):
 
 
 class PretendedDevice(_DummyBackendModule):
-    """torch's interface of a device type (like torch.cuda).
-
-    Ops draw no numbers from its generator. An op that would draw changes the generator's seed.
-    """
+    """What torch.cuda is for GPUs; an op that would draw numbers changes its generator's seed."""
 
     Stream, Event = _Stream, _Event
     _initialized = True  # read by torch.utils.checkpoint
@@ -136,7 +133,7 @@ _SET_DATA: Any = vars(torch._C.TensorBase)["data"].__set__
 
 
 class MadeOnDevice(TorchFunctionMode):
-    """A mode for calls that make tensors on the device without an op that dispatch modes see."""
+    """A mode that handles calls which no dispatch mode sees."""
 
     def __torch_function__(
         self,
@@ -148,7 +145,7 @@ class MadeOnDevice(TorchFunctionMode):
         """Call a torch function."""
         named = dict(kwargs or {})
         is_there = torch.device(named.get("device") or "cpu").type == NAME
-        if func is torch.tensor and is_there:  # no op, so no dispatch mode sees it
+        if func is torch.tensor and is_there:
             return func(*args, **{**named, "device": "cpu"}).to(named["device"])
         if func == _SET_DATA and args[0].device != args[1].device:  # GPUs allow it
             return _moved(*args)
@@ -176,7 +173,8 @@ def pretend() -> PretendedDevice:
     device = PretendedDevice()
     _setup_privateuseone_for_python_backend(NAME, backend_module=device)
     torch.accelerator.current_stream = _Stream  # type: ignore[assignment]
-    vars(_fsdp_collectives)["record_grad_output_stream"] = lambda *_: None  # in C, in torch 2.15
+    # torch 2.15 does this in C++, which does not know this device's streams
+    vars(_fsdp_collectives)["record_grad_output_stream"] = lambda *_: None
     dist.Backend.backend_capability["fake"].append(NAME)
     register_op_impl(_ATEN.convolution_overrideable.default)(_convolved)
     register_op_impl(_ATEN.convolution_backward_overrideable.default)(_convolved_backward)

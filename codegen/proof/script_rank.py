@@ -133,7 +133,7 @@ def run_script(
     rank = int(os.environ.get("RANK", "0"))
     steps = int(dict(pairwise(arguments))["--steps"])
     watched = StepRecorder(steps, gradients.clip_by_global_norm, rank)
-    with (  # both the package and its module have the function
+    with (  # a script may import it from the package or from its module
         patch.object(optimizer, "clip_by_global_norm", watched.clipped),
         patch.object(gradients, "clip_by_global_norm", watched.clipped),
     ):
@@ -166,16 +166,16 @@ def run_script(
 
 
 def _line_in(path: str, trace: str) -> int:
-    """Return the innermost line of a script in a trace as torch keeps it; 0 if none is there."""
+    """Return the innermost line of a script in a printed stack trace, or 0."""
     found = re.findall(r'File "(.+)", line (\d+)', trace)
     return next((int(line) for file, line in reversed(found) if file == path), 0)
 
 
 @contextmanager
 def _counted_messages(path: str) -> Iterator[dict[SentMessages, None]]:
-    """Collect the messages in each graph that inductor compiles inside, and which it can fuse.
+    """Collect the messages in each graph that inductor compiles, and whether it could fuse them.
 
-    The pass that fuses them runs on a copy of each graph, as if there were memory that GPUs share.
+    inductor fuses them on GPUs only, so its pass runs on a copy of each graph, with that check off.
     """
     from torch._inductor.fx_passes.micro_pipeline_tp import _is_backward, micro_pipeline_tp_pass
 
@@ -311,7 +311,7 @@ class Job:
     clip_norm: float | None
     exact: Sequence[str]  # arguments of the float64 training
     compresses: bool = True  # whether it compresses gradients, if the script does
-    counts_messages: bool = False  # of compiled layers in it, and which inductor can fuse
+    counts_messages: bool = False  # whether it records which messages inductor can fuse
     in_half: Sequence[str] = ()  # arguments of the 16-bit training, if there is one
 
     def left(self, kind: str, rank: int) -> Path:

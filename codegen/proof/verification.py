@@ -48,7 +48,7 @@ class Edit:
     line: int  # the first one's number
     found: tuple[str, ...]
     emitted: tuple[str, ...]
-    start: int  # index of the first line in the plan's script, without the checksum line
+    start: int  # index of `emitted` in the plan's script, without the checksum line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,7 +170,9 @@ def _settings(tree: ast.Module) -> Iterator[tuple[str, Any]]:
 
 _RECOMPUTING = ("recompute(", "checkpoint(")  # a script's calls that recompute layers
 MANY_FLOPS = 10**12  # of all 16-bit steps together; more FLOPs take minutes
-LEAST_PATIENCE, SLOWER = 90.0, 5.0  # seconds, plus this multiple of one process's time, per rank
+# A script counts as hung after LEAST_PATIENCE seconds, plus SLOWER × its ranks × the time of one
+# process.
+LEAST_PATIENCE, SLOWER = 90.0, 5.0
 PROCESS_BYTES = 300 * 2**20  # of Python with torch, without any model
 # Bytes per parameter: in float64 its value, its gradient and AdamW's two moments, and copies of its
 # first and last value and its gradient; in fp32 the first and last values of two more trainings.
@@ -245,7 +247,7 @@ def verify(
 
 
 def _trained_alone(task: Task, plan: Plan) -> tuple[TrainedAlone, tuple[str, ...]]:
-    """Train in one process; return a note if it cannot compress gradients as the plan does."""
+    """Train in one process; return a note if it does not compress gradients as the plan does."""
     if plan.arrangement.compression.rounds_sums:
         return train_alone(task), (rounding_note(plan),)
     try:
@@ -260,21 +262,21 @@ def _trained_alone(task: Task, plan: Plan) -> tuple[TrainedAlone, tuple[str, ...
 
 
 def _plan_notes(plan: Plan, task: Task) -> Iterator[str]:
-    """Yield notes on what is compared of compressed gradients, float8 and local steps."""
+    """Yield notes on what the comparison leaves out."""
     arranged = plan.arrangement
     if arranged.compression.keeps_lost and arranged.precision.is_half:
         yield f"nothing is compared in {arranged.precision} with compressed gradients"
     if arranged.float8 is not Float8.NONE:
-        yield f"products are in float8 beside {arranged.precision}, and not beside float64"
+        yield f"products are in float8 when {arranged.precision} is compared, not in float64"
     if task.local is not None:
         yield (
             f"one process played all replicas; outer steps follow after {task.local.every} local "
-            f"steps, not after {arranged.sync_every}, and float64 alone is compared"
+            f"steps, not after {arranged.sync_every}, and only float64 is compared"
         )
 
 
 def _compiled_here(plan: Plan, *, compiles: bool) -> tuple[Mapping[str, str], tuple[str, ...]]:
-    """Return the ranks' environment variables, which may turn torch.compile off, and a note why."""
+    """Return environment variables that turn torch.compile off, if it must be, and a note why."""
     if not plan.arrangement.compile.takes_layers or (compiles and has_cpp_compiler()):
         return {}, ()
     why = "torch.compile finds no C++ compiler here (g++)" if compiles else ""

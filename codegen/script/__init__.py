@@ -41,7 +41,7 @@ class HeadView:
 class ScriptTables:
     """The constants after the classes, in the script's order; an unneeded one is empty."""
 
-    own_rows: Source  # keys of the batch of which a tensor rank gets only its own rows
+    own_rows: Source  # entries of the batch of which a tensor rank gets only some rows
     classes: Source  # modules, and the printed classes that replace theirs
     splits: Source  # how tensor ranks split parameters
     replicated: Source  # parameters whose gradients tensor ranks add up

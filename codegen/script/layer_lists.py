@@ -259,8 +259,8 @@ def _check_recomputed(
         raise LostLayersError(lost)
 
 
-# The script's lists of layers: their names, the call that is made with each layer (`layer`) or once
-# with all (`layers`), and the comment beside the list.
+# The script's lists of layers: their names, the call made with each `layer` or with all `layers`,
+# and the comment on the list.
 CALLS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "RECOMPUTED_IN_PART": (

@@ -30,7 +30,7 @@ from autopar.planner.programs.layouts.strategies import Parts, parts_of
 from autopar.runtime.tensor.shards import starred
 
 Value = TypeVar("Value")
-_FEWEST_IN_STEPS = 3  # names whose numbers rise by 2 or more become a range from this many on
+_FEWEST_IN_STEPS = 3  # fewer numbers that are not consecutive do not become a range
 
 
 def patterns(table: Mapping[str, Value], known: Iterable[str]) -> dict[str, Value]:
@@ -71,7 +71,7 @@ def _agrees(found: Mapping[str, Value], name: str, value: Value) -> bool:
 
 
 def _starring(found: Mapping[str, Value], form: str, names: list[str]) -> dict[str, Value]:
-    """Return the table with a pattern in place of some names with equal values."""
+    """Return the table with a pattern, `form`, in place of names with equal values."""
     first, *others = names
     return {
         (form if name == first else name): value

@@ -213,7 +213,7 @@ def _data_parallel(arranged: Arrangement) -> Iterator[ScriptSetting]:
 
 
 def has_copies(arranged: Arrangement) -> bool:
-    """Whether some of the data ranks, and not all, share one copy or one replica."""
+    """Whether there are several copies of what ZeRO shards, or several replicas."""
     divides = arranged.zero.divides_optimizer or arranged.is_local
     return divides and arranged.shard < arranged.data
 

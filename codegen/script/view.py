@@ -222,7 +222,7 @@ def _returns_loss(opened: OpenedSource) -> bool:
 
 
 def _opened_table(plan: Plan, subject: PlannedSubject) -> Source:
-    """Return the table CLASSES; in a pipeline, STAGES has the root's classes instead."""
+    """Return the table CLASSES, of the modules whose class is printed."""
     roots = () if _is_pipelined(plan) else tuple(stage.cls for stage in subject.opened.stages)
     printed = (*subject.opened.classes, *roots)
     classes = {path: one.name for one in printed for path in one.instances}

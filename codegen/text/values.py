@@ -140,9 +140,9 @@ def table(
     *,
     meaning: str = "",
 ) -> Source:
-    """Return `name = …` with a row per line: its beginning, its value, a comment or "".
+    """Return `name = …` with a row per line; `meaning` is a comment on the table.
 
-    A comment that does not fit after its row is put above it. `meaning` is a comment on the table.
+    A comment that does not fit after its row is put above it.
     """
     opening, closing = brackets
     lines = [f"{name} = {opening}  {remark(meaning)}" if meaning else f"{name} = {opening}"]

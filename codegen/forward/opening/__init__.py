@@ -1,13 +1,12 @@
 """Decides which calls are printed ("opened"), where values are converted, and where stages are cut.
 
-A module's own code may take a shard's size for that of the whole dim, or the reverse. A trace shows
-sizes as numbers, or as multiples of the batch's rows, but not which tensor they were read from. So
-the layouts of all tensors that a module's code can read decide which of its sizes may be wrong,
-unless its source shows which sizes of which arguments it reads.
+A module's own code may read a shard's size where it needs the whole size, or the reverse. A trace
+shows sizes as numbers, or as multiples of the batch's rows, but not from which tensor they come. So
+a call is printed if its code uses sizes and can read a shard, unless its source shows that the
+sizes it reads are right.
 
-Also finds calls that read Python state which other code stores on a module or in shared objects.
-Printed code stores no such state, and code in another stage stores it on that stage's ranks only.
-So these calls are printed, too, and get the tensors and numbers as values.
+A call is also printed if it reads Python attributes that other code sets: printed code sets none,
+and code of another stage sets them on other ranks. Printed code gets their values directly.
 """
 
 from __future__ import annotations
@@ -118,14 +117,14 @@ class Opening:
         return self.opened | self.inlined
 
     def scope(self, op: Op) -> str:
-        """Return the innermost call around an op that is not inlined: its code runs the op."""
+        """Return the call whose code runs an op: the innermost one that is not inlined."""
         for call in reversed(self.tree.chain(op)):
             if call not in self.inlined:
                 return call
         raise AssertionError(op.name)
 
     def unit(self, op: Op, scope: str) -> str | None:
-        """Return the call, made by the code of `scope`, that runs an op; None if none does."""
+        """Return the call in the code of `scope` that runs an op; None if that code runs it."""
         chain = self.tree.chain(op)
         # the loss may be printed after the model's own code, and call autograd Functions there
         place = chain.index(scope) if scope in chain else chain.index(LOSS)
@@ -205,7 +204,7 @@ def calls_given_none(opening: Opening) -> Iterator[str]:
 
 
 def calls_with_loops(tree: CallTree) -> frozenset[str]:
-    """Return the calls whose code runs an expression several times: a printed forward repeats it.
+    """Return the calls whose code has a loop: a printed forward repeats it for each iteration.
 
     A loop that calls one module of a list after the other does not count: it is printed as a loop.
     """
@@ -221,7 +220,7 @@ def is_split_random(op: Op, split: SplitGraph) -> bool:
 
 
 def is_changed(op: Op, split: SplitGraph) -> bool:
-    """Whether the op itself has another form under the split, apart from conversions."""
+    """Whether the split changes the code of an op, and not only the layouts of its inputs."""
     layout = split.ops.get(op.name)
     return layout is not None and (
         changes_code(op, layout, split.graph, split.axes) or _converts_own_tensor(op, split)
@@ -245,20 +244,20 @@ def splits_rows(split: SplitGraph) -> bool:
 
 
 def whole_sizes(op: Op, split: SplitGraph) -> Iterator[Dim]:
-    """Yield the dims of an op's result that are not split, and whose sizes the op is given."""
+    """Yield the unsplit dims of an op's result whose sizes are arguments of the op."""
     rule = rule_of(op.target)
     if not rule.sizes and op.inputs and rule.kind is not OpKind.NEW:
         return
     sizes = argument(op, rule.sizes)
     layout = split.made(op.outputs[0])
     for number, dim in enumerate(split.axes.dims[op.outputs[0]]):
-        has_size = not isinstance(sizes, tuple) or sizes[number] != -1  # no sizes: a new tensor
+        has_size = not isinstance(sizes, tuple) or sizes[number] != -1  # no tuple: all sizes
         if has_size and not (is_split(layout) and layout.dim == number):
             yield dim
 
 
 def _converts_own_tensor(op: Op, split: SplitGraph) -> bool:
-    """Whether an op reads a parameter, buffer or constant converted, which its own code must do."""
+    """Whether an op needs a parameter, buffer or constant in another layout than ranks hold."""
     return any(
         split.made(name) != split.need(op, i)
         for i, name in enumerate(op.inputs)
@@ -349,7 +348,7 @@ def _may_be_of_part(read: SizesRead, module: Module, call: ModuleCall, opening: 
 
 
 def _has_own_rows_alone(call: str, opening: Opening) -> bool:
-    """Whether all tensors whose rows a call's code can count have only the rank's own rows."""
+    """Whether every tensor whose rows a call's code can count has only the rank's rows."""
     tree, module = opening.tree, _module(call, opening)
     if module is None or module.keeps_state:
         return False

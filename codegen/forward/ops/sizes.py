@@ -233,7 +233,7 @@ class ReadableSizes:
         return found
 
     def _rank(self, local: LocalTensor, sizes: Sequence[SizeToPrint]) -> tuple[int, bool]:
-        """Return a sort key: values with most of `sizes` first; of equals, those that vary."""
+        """Return a sort key: values with most of `sizes` first, then those with varying sizes."""
         read = self._read(local, sizes)
         return -len(read), all(size.extent.is_constant for size in read)
 
@@ -299,7 +299,7 @@ class ReadableSizes:
         return derived((here, other), lengths)
 
     def _from_shards(self, extent: Extent, other: Extent) -> Expression | None:
-        """Return a length of which a rank only has a shard, as the runtime remembers it."""
+        """Return the runtime's call that gives the whole length of a dim from its shard."""
         for local in (*self.sources, *self.seen):
             for place, size in enumerate(wanted(self.split, local.tensor, local.layout)):
                 is_length = bool(size.axis) and (size.extent, size.other) == (extent, other)

@@ -91,7 +91,7 @@ def _kept_by_constructors(methods: Mapping[str, Sequence[ast.FunctionDef]]) -> s
     Methods that a constructor calls are searched in the same way.
     """
     names, kept = [_CONSTRUCTOR], set[str]()
-    for name in names:  # grows
+    for name in names:  # the loop appends to it
         for method in methods[name]:
             nodes = list(ast.walk(method))
             inner = [node for node in nodes if isinstance(node, (ast.Lambda, ast.FunctionDef))]
@@ -150,7 +150,7 @@ def _attributes(tree: ast.AST, context: type[ast.expr_context]) -> list[tuple[st
 
 
 def numbers_read(source: str) -> frozenset[str]:
-    """Return what a class reads inside attributes of `self`: "config.eps" of `self.config.eps`."""
+    """Return the nested attributes that a class reads: "config.eps" for `self.config.eps`."""
     nodes = ast.walk(parsed(source))
     texts = (ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute))
     return frozenset(text[5:] for text in texts if re.fullmatch(r"self(\.[a-z]\w*){2,}", text))

@@ -197,7 +197,7 @@ def _to_be_named(statement: Statement) -> LocalTensor:
 
 
 def _breaks_well(statement: Statement) -> bool:
-    """Whether a long statement is a call with keywords, which breaks well."""
+    """Whether a long statement is a call with keywords, which reads well on several lines."""
     form = statement.expression
     has_keywords = isinstance(form, SourceForm) and any(
         isinstance(part, str) and part.startswith(", ") and part.endswith("=")

@@ -7,9 +7,10 @@ messages of each further microbatch.
 
 A rehearsal measures the rank's step. The rank computes as in training, but its process group sends
 nothing: a received tensor holds zeros, or what its memory held before. Matrices of weights are
-drawn on the device, because a CPU takes minutes to draw large models. As in a dry run, two shorter
-steps stand for a step with many microbatches. `python -m autopar.codegen.proof.dryrun.running
-SCRIPT STEPS` measures the rank that AUTOPAR_DRYRUN="rank/world/device" names.
+drawn on the device, because a CPU takes minutes to draw large models. As in a dry run, two steps
+with few microbatches are run, and the time of one with many is computed from theirs. `python -m
+autopar.codegen.proof.dryrun.running SCRIPT STEPS` measures the rank that
+AUTOPAR_DRYRUN="rank/world/device" names.
 """
 
 from __future__ import annotations

@@ -197,10 +197,10 @@ class DryRunRecording(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def second_step(
         self, modules: Sequence[nn.Module], optimizer: Optimizer, given: object = None
     ) -> Iterator[None]:
-        """Measure the step inside as if it were not the first.
+        """Measure a step as if it were not the first.
 
-        The step's arguments (`given`) count as device memory, other tensors outside of modules do
-        not.
+        Of the tensors that exist before, those of modules and optimizer, and the step's arguments
+        (`given`), count as device memory.
         """
         for tensor in kept_on_host(modules):
             self._memory.put_on_host(tensor)
