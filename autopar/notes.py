@@ -51,8 +51,8 @@ from autopar.planner.plan.traced import TracedModel
 from autopar.planner.precision import Float8, Precision
 from autopar.planner.profile.measured import MeasuredFile
 
-# Advice by the number of tensors that select the entries of the loss's mean: 0 (the loss is no
-# mean, but has a product), 1 (a mask or targets), 2 (targets and class weights).
+# Advice if a split batch would change the loss, by the number of tensors that decide which entries
+# the loss averages (0: none, 1: a mask or targets, 2: targets and class weights).
 _FIXES = {
     0: "",
     1: "take the mask or the targets from the batch, or ",
@@ -202,10 +202,7 @@ def note_unaligned(plan: Plan, axes: GraphAxes) -> None:
 
 
 def note_compiling(plan: Plan, axes: GraphAxes, layers: Layers) -> None:
-    """If the planner itself chose to compile layers, print how much faster that makes a step.
-
-    If float8 is asked for, compiling is part of it; another note says what float8 gains.
-    """
+    """Print how much faster a step is with layers compiled, or with products in float8."""
     step, chosen = plan.prediction.step_seconds, plan.arrangement
     if chosen.float8 is not Float8.NONE:
         saved = seconds_saved_by_float8(plan, axes, layers)
@@ -236,7 +233,7 @@ def note_breaks(plan: Plan) -> None:
     """Print a note on each line at which torch.compile would stop, so that layers stay eager."""
     if not plan.arrangement.compile.takes_layers:
         return
-    stopped: dict[tuple[str, str], list[str]] = {}  # line and reason → layers of all kinds
+    stopped: dict[tuple[str, str], list[str]] = {}  # line and reason → layers
     for one in plan.graph.breaks:
         stopped.setdefault((one.where, one.why), []).extend(one.paths)
     for (where, why), (first, *more) in stopped.items():

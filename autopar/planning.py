@@ -295,10 +295,9 @@ def scripted(request: Request, destination: Path) -> tuple[Planned, str]:
 class _ScriptProcess:
     """A fork that prepares the script while this process searches for a plan.
 
-    If this process has no torch, the fork imports torch and builds the model, and writes the script
-    into the cache when it gets the plan. If that fails, nothing is in the cache; the script is
-    written by this process, which raises the error. If this process has torch, the fork traces the
-    model on rows of other lengths (see `lengths_process`).
+    If this process has no torch, the fork imports torch, builds the model, and later writes the
+    script into the cache; its errors are ignored, because this process meets them again. If this
+    process has torch, the fork traces the model on rows of other lengths (see `lengths_process`).
     """
 
     def __init__(self, request: Request, destination: Path) -> None:
@@ -362,7 +361,7 @@ def _write_script(
     The plan comes when the search has ended; none comes if the search fails.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the search, which ends this process
-    others.close()  # so that this process notices when the search is gone
+    others.close()  # so that this process notices when the search ends
     with Path(os.devnull).open("r+b") as nowhere:  # for the model file, if it reads or prints
         for stream in range(3):
             os.dup2(nowhere.fileno(), stream)

@@ -61,7 +61,7 @@ def _tried(info: Any) -> Sequence[Finding]:
 
 
 class _OutOfTimeError(BaseException):
-    """Raised when an op's time is over. A trial would count an Exception as a finding."""
+    """Raised when an op's time is over; no Exception, which would count as a finding."""
 
 
 def _out_of_time(*_: object) -> None:

@@ -53,9 +53,9 @@ def _row(task: str, cells: Mapping[CellKey, Cell], kinds: Sequence[str]) -> str:
 
 
 def _count(cells: Sequence[Cell], *, of: int) -> str:
-    """Return the number of equal cells, such as "7 of 9 (3)": 9 were tried, of more types.
+    """Return the number of equal cells, such as "7 of 9 (3)" if only 9 of all types were tried.
 
-    Tensor ranks divide at least _LEAST_SHARE of the matmul FLOPs of the 3 in brackets.
+    In 3 of the 7, tensor ranks divide at least _LEAST_SHARE of the matmul FLOPs.
     """
     if not cells:
         return "–"

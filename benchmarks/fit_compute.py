@@ -57,7 +57,7 @@ def loss(rows: Sequence[Measured], sheets: Sheets, constants: ComputeConstants) 
     groups: dict[str, list[float]] = {}
     for row, error in zip(rows, errors, strict=True):
         groups.setdefault(row.device, []).append(abs(log(1 + error)))
-    weights = {"A100-80GB-SXM": 0.05}  # one row, of another benchmark
+    weights = {"A100-80GB-SXM": 0.05}  # its only row is from another benchmark
     return sum(weights.get(device, 1.0) * fmean(values) for device, values in groups.items())
 
 
@@ -77,10 +77,9 @@ def set_gemm(constants: ComputeConstants, point: Point) -> ComputeConstants:
 
 
 def set_attention(constants: ComputeConstants, point: Point, direction: str) -> ComputeConstants:
-    """Set the values of `point` for one direction.
+    """Set the constants of attention in one direction to the values of `point`.
 
-    These are share of the peak and tail rows of each architecture, then the factor for heads wider
-    than 128.
+    The last value is the factor for heads wider than 128.
     """
     facts: dict[str, dict[str, Any]] = {
         name: {f"attention_{direction}": point[2 * i], f"{direction}_tail_rows": point[2 * i + 1]}

@@ -161,7 +161,7 @@ def measured(case: Case) -> Taken:
             )
             _, status, usage = os.wait4(process.pid, 0)
         wall = time.perf_counter() - began
-        process.returncode = os.waitstatus_to_exitcode(status)  # so that nobody waits again
+        process.returncode = os.waitstatus_to_exitcode(status)  # Popen need not wait again
         failed = process.returncode != 0
         return Taken(
             case=case,

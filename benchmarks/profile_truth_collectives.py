@@ -49,7 +49,7 @@ def collective_rows(models: Sequence[Model]) -> list[CollectiveRow]:
     calls = list(dict.fromkeys((collective, size) for _, _, collective, size in wanted))
     cases = link_cases()
     taken = sample([*cases, *calls], backend=Backend.GLOO, ranks=RANKS)
-    # a call may have the size of a link case, whose samples must not stand for it
+    # predictions come from the link's samples alone, measurements from the calls' alone
     seen, run = taken[: len(cases)], taken[len(cases) :]
     seconds = {(one.collective, one.payload_bytes): one.seconds for one in run}
     net = net_of(seen, device_name="cpu", backend=Backend.GLOO, ranks=RANKS)

@@ -66,8 +66,8 @@ CHOICES: Mapping[str, dict[str, Any]] = {
     "64 local steps": {"sync_every": 64},
     "256 local steps": {"sync_every": 256},
 }
-GPUS, ROWS, CURVE_RATE = (1, 2, 4, 8, 16, 32, 64), 256, 10  # of the curve: rows, Gb/s
-# its columns: what the search may choose
+GPUS, ROWS, CURVE_RATE = (1, 2, 4, 8, 16, 32, 64), 256, 10  # of the curve; the rate in Gb/s
+# the curve's columns: what the search may choose
 ALLOWED: Mapping[str, dict[str, Any]] = {
     "nothing": {},
     **{one.value: {"allow": one.value} for one in Allowed},
@@ -84,7 +84,7 @@ LEARNT: Mapping[str, dict[str, Any]] = {
     "50 local steps, averaged": {"sync_every": 50, "outer": "average"},
     "50 local steps, Nesterov": {"sync_every": 50},
 }
-# outer steps in parts; `delay` is for how many steps a part is sent, in place of the predicted one
+# outer steps in parts; `delay` is how many local steps the sending of a part lasts
 STREAMED: Mapping[str, dict[str, Any]] = {
     "every step": {},
     "50 local steps": {"sync_every": 50},

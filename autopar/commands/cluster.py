@@ -153,7 +153,7 @@ def _found(source: str, partition: str | None) -> tool_output.FoundNodes:
 
 
 def _seen_from_inside(nodes: Sequence[tool_output.FoundNode]) -> Iterator[tool_output.FoundNode]:
-    """Yield the nodes; those like this machine, if it is among them, get its memory and wiring."""
+    """Yield the nodes; those like this machine get its memory, wiring and network cards."""
     own = next((one for one in nodes if one.name == socket.gethostname()), None)
     here = None if own is None else _here()
     for one in nodes:

@@ -61,7 +61,7 @@ def plan_figures(plan: StoredPlan, why: Explanation) -> Iterator[Figure]:
 
 
 def unit_of(seconds: float) -> tuple[float, str]:
-    """Return the unit for a time of this size: its number in a second, and its name."""
+    """Return how many units a second has, and the unit's name, for a time of this size."""
     return (1.0, "s") if seconds >= 1 else (1e3, "ms") if seconds >= 1e-3 else (1e6, "µs")
 
 

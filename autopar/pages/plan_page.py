@@ -191,7 +191,7 @@ def _rows(plan: StoredPlan) -> Iterator[RunnerUp]:
 
 
 def _plan_text(row: RunnerUp) -> Text:
-    """Return lines: degrees and schedule; batch and recomputation; the row's difference."""
+    """Return the lines of a table's cell that describes a plan."""
     one = row.arrangement
     first = [degrees_words(one), sharding_words(one) if one.data > 1 else "", schedule_words(one)]
     again = "" if row.recompute == "none" else f"recompute {row.recompute}"

@@ -185,8 +185,8 @@ def run_training(command: Sequence[str], folder: Path, metrics: Path, nodes: Nod
 def ended_as(ended: ProcessEnd, lines: Sequence[dict[str, Any]] | None) -> RunState:
     """Return the final state of a run, from torchrun's end and the metrics since the start.
 
-    The exit code of torchrun alone shows neither a finished nor a preempted training; but without
-    metrics (None), which another machine may have, nothing else is known.
+    Metrics tell whether the training was finished or preempted. They are None if another machine
+    has them; then only torchrun's exit code is known.
     """
     if ended.code == 0:
         is_finished = lines is None or has_finished(lines)
@@ -215,7 +215,7 @@ def _with_reason(
 _KEEPING_SECONDS = 600  # for a checkpoint after a signal; torchrun's default of 30 s is too short
 _GRACE_SECONDS = 30
 _POLL_SECONDS = 0.1
-# torchrun would die of SIGUSR1, and does not save the training on Ctrl-C.
+# Passed to torchrun as SIGTERM: SIGUSR1 would kill it, and after Ctrl-C it saves no checkpoint.
 _SIGNALS = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP")
 # Environment variables of torchrun: the time for ranks to stop, and the prefix of their lines.
 ENVIRONMENT: Mapping[str, str] = {
@@ -259,11 +259,10 @@ TORCHRUN = ("-c", f"from {__name__} import be_torchrun; be_torchrun()")
 
 
 def be_torchrun() -> None:
-    """Run torchrun in this process, which acts on its first signal alone.
+    """Run torchrun in this process, and ignore all signals but the first.
 
-    A second one would break off the closing of the ranks, and torchrun would never end. Schedulers
-    signal every process, so torchrun gets their signal and the one that `autopar run` passes on.
-    The kernel may send several signals when a parent with threads dies.
+    After a second signal torchrun would never end. It often gets two: one from the scheduler, and
+    the same passed on by `autopar run`.
     """
     from torch.distributed.run import main
 

@@ -27,7 +27,7 @@ from autopar.runs.run_record import METRICS, read_record
 from autopar.runtime.ranks.metrics import Event, parsed
 from autopar.runtime.ranks.options import MOST_STEPS
 
-_END_BYTES = 2**20  # how much of a file's end is read for the last step; a profile is long
+_END_BYTES = 2**20  # how much of a file's end is read for the last step
 _MOST_BYTES = 2**30
 Step = Annotated[int, Ge(0), Le(MOST_STEPS)]
 Rank = Annotated[int, Ge(0), Le(2**31)]

@@ -87,7 +87,7 @@ class Context:
 
 
 def new_pool(ranks: int) -> Pool:
-    """Return processes that share no state with this one, as a GPU demands."""
+    """Return spawned processes, because forks cannot use the GPU."""
     return Pool(ranks, start_method="spawn", joins=False)
 
 

@@ -54,7 +54,7 @@ class Case:
 
     @property
     def is_profiled(self) -> bool:
-        """Whether a profile of ops says something new; it times neither inductor nor the host."""
+        """Whether a profile can improve the prediction: it times neither inductor nor offload."""
         return self.compile is Compile.NONE and self.offload is Offload.NONE
 
 

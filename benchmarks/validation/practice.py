@@ -61,10 +61,7 @@ class Practice:
 
 
 def streaming(rates: Rates) -> Rates:
-    """Return rates of a framework whose kernels stream where PyTorch's kernels are slower.
-
-    These are casts, strided accesses and joins, sums over rows, and ops on many tensors.
-    """
+    """Return rates with memory-bound kernels at full bandwidth, which some of PyTorch's lack."""
     access = replace(
         rates.own.access, casting=1.0, strided=1.0, strided_join=1.0, row_sum=1.0, many_tensors=1.0
     )

@@ -23,7 +23,7 @@ _CASE = Case(
     pins={"data": 2, "microbatch": 2, "zero_levels": (Zero.OPTIMIZER,)},
 )
 _MOST_SECONDS = 100.0
-_TOLD = ("error:", "fix:", "Error:", "kept step")  # in lines that say what has happened
+_TOLD = ("error:", "fix:", "Error:", "kept step")  # lines with these are shown
 _BEGUN = "step 4 begins"
 
 
