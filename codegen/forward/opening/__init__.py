@@ -332,8 +332,8 @@ def _computes_with_sizes(
 def _may_be_of_part(read: SizesRead, module: Module, call: ModuleCall, opening: Opening) -> bool:
     """Whether sizes that a call's code reads may be those of a shard.
 
-    They are not if the source proves that they are sizes of an argument whose shards, if there are
-    any, are cut along another dim. An op that works in place may exchange the argument's dims.
+    They are not if they certainly belong to an argument that is whole, or split along another dim.
+    An op that works in place may exchange the argument's dims.
     """
     tree, given = opening.tree, None
     if read.argument:
