@@ -50,7 +50,7 @@ def cell(model: str, kind: str, dtype: str) -> str:
         comparison = compare_cell(model, kind, dtype=dtype)
     except AutoparError as refusal:
         return f"refused: {refusal.found}"
-    except Exception as failure:  # every kind of failure is a result here, and to be mended
+    except Exception as failure:  # a result, too
         return f"wrong: {type(failure).__name__}: {failure}"
     worst = worst_of(comparison, dtype)
     word = "equal" if worst.largest <= TOLERANCE[dtype] else "wrong"

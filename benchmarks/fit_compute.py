@@ -62,7 +62,7 @@ def loss(rows: Sequence[Measured], sheets: Sheets, constants: ComputeConstants) 
 
 
 def set_gemm(constants: ComputeConstants, point: Point) -> ComputeConstants:
-    """Set the values of `point`: GEMM_KNOBS, then the joules per FLOP of each architecture."""
+    """Set the constants of matrix products to the values of `point`."""
     knobs: dict[str, Any] = dict(zip(GEMM_KNOBS, point, strict=False))
     gemm = replace(constants.gemm["gpu"], **knobs)
     joules = dict(zip(ARCHITECTURES, point[len(GEMM_KNOBS) :], strict=True))

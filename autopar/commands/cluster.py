@@ -108,7 +108,7 @@ def detect(
 
 
 def _named(text: str) -> tuple[str, str]:
-    """Return a scheduler's word, or "" if the text has no =, and the device that it means."""
+    """Split KIND=NAME into its two parts; KIND is "" if it is missing."""
     kind, _, name = text.rpartition("=")
     return kind, name
 
