@@ -29,7 +29,7 @@ Memory of the fullest device: 22.32 GiB of 68.8 GiB (32%)
 Why this plan: its layouts are simpler than the fastest plan's (1.009 s), and its step 0.75% longer;
 none of the 4 arrangements is faster than 1.009 s. Compute + optimizer take 69% of the step.
 """
-# Written by autopar 0.2.0 (checksum a53e69edc1686d60, plan 320b8896fea87fdb).
+# Written by autopar 0.2.0 (checksum 4ee417b005776021, plan 320b8896fea87fdb).
 # Once you edit this file, autopar overwrites it only with --force.
 
 import sys
@@ -39,7 +39,6 @@ from itertools import islice
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -90,7 +89,7 @@ if __name__ == "__main__":
 # The folder of the model file, relative to this script; change it when either moves.
 sys.path.insert(0, str(Path(__file__).resolve().parent / "../../../models_zoo"))
 import llama as model_file
-from llama import Attention, Block, Llama, rotary_table, rotate
+from llama import Block, Llama, rotary_table
 
 # What the model file defines, with the arguments of the plan.
 new_model = partial(model_file.build_model, size="8b", layers=12)
@@ -151,19 +150,6 @@ class TensorParallelBlock(Block):
         return x + scatter_sum(y, 1, self.tensor)
 
 
-class TensorParallelAttention(Attention):
-    """Attention with kv_heads split over the tensor axis."""
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Do what Attention does, on this rank's share."""
-        batch, seq, _ = x.shape
-        v = self.v_proj(x).view(batch, seq, -1, self.head_dim).transpose(1, 2)
-        q = rotate(self.q_proj(x).view(batch, seq, -1, self.head_dim).transpose(1, 2), cos, sin)
-        k = rotate(self.k_proj(x).view(batch, seq, -1, self.head_dim).transpose(1, 2), cos, sin)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return self.o_proj(y.transpose(1, 2).reshape(batch, seq, -1))
-
-
 class FirstStage(Llama):
     """Stage 1 of 4 of Llama: embed_tokens, layers 0 to 2."""
 
@@ -214,7 +200,6 @@ def crossing(batch: Mapping[str, Tensor]) -> tuple[Crossing, ...]:
 
 CLASSES = {
     "layers.*": TensorParallelBlock,
-    "layers.*.self_attn": TensorParallelAttention,
 }
 SPLITS = {  # Split(dim): each tensor rank holds a shard along this dim
     "layers.*.self_attn.q_proj.weight": Split(0),  # kv_heads
