@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
+from traceback import walk_tb
+from types import FrameType
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -19,7 +21,7 @@ from typer.core import TyperCommand
 
 import autopar
 from autopar.commands import Command, CommandGroup, new_app
-from autopar.planner.errors import AutoparError, ExitCode, InputError
+from autopar.planner.errors import AutoparError, ExitCode, InputError, text_of
 
 # The module and the function of each command.
 FUNCTIONS = {
@@ -152,7 +154,7 @@ def main(command: typer.Typer = app) -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # replaces characters that the console cannot show
     try:
-        with noting_slow_phases():
+        with noting_slow_phases(), _telling_of_torch():
             command()
     except AutoparError as error:
         print_error(error)
@@ -168,6 +170,9 @@ def main(command: typer.Typer = app) -> None:
             print_error(InputError(found, where=where, fix="free some space there"))
         elif where or error.errno in _IMPASSABLE:
             print_error(InputError(f"{error.strerror}", where=where))
+        elif error.errno == errno.ENOENT:  # of os.getcwd()
+            found = "the working directory has been removed"
+            print_error(InputError(found, fix="change to one that is there"))
         else:
             raise
         sys.exit(int(ExitCode.USAGE))
@@ -177,6 +182,27 @@ def main(command: typer.Typer = app) -> None:
         if leaving.code == ExitCode.INTERRUPTED:  # typer handles Ctrl-C itself and prints nothing
             _leave_interrupted()
         raise
+
+
+@contextmanager
+def _telling_of_torch() -> Iterator[None]:
+    """Turn what `import torch` raises, in the code inside, into an AutoparError."""
+    try:
+        yield
+    except Exception as error:
+        frames = (frame for frame, _ in walk_tb(error.__traceback__))
+        if getattr(error, "name", "") != "torch" and not any(map(_imports_torch, frames)):
+            raise
+        raise AutoparError(
+            f"torch cannot be imported: {type(error).__name__}: {text_of(error).strip()}",
+            fix="python -c 'import torch' has the same error: install torch again, or change the "
+            "environment variable that it names",
+            exit_code=ExitCode.MISMATCH,
+        ) from None
+
+
+def _imports_torch(frame: FrameType) -> bool:
+    return frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") == "torch"
 
 
 def _leave_interrupted() -> NoReturn:

@@ -104,6 +104,7 @@ _PHASES: Mapping[tuple[str, str], str] = MappingProxyType(
         ("autopar.planner.layers", "find_layers"): "finding the layers",
         ("autopar.planner.plan.search.search", "search"): "searching for the best plan",
         ("autopar.codegen.emit", "emit_with_notes"): "writing the script",
+        ("autopar.codegen.proof.verification", "verify"): "training with the script to verify it",
         ("autopar.runs.launching", "launch"): "",  # the script prints its own steps
     }
 )

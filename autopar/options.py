@@ -49,25 +49,21 @@ CACHE = Annotated[
 def whole(name: str, *, least: int, most: int = MOST, metavar: str = "N", text: str) -> Any:
     """Return an integer option; `text` is its help."""
     expected = f"a whole number of at least {least}" + (f", at most {most}" if most < MOST else "")
-    read = _reader(
-        name, int, lambda n: least <= n <= most, fault="is not a count", expected=expected
-    )
+    read = _reader(name, int, lambda n: least <= n <= most, expected=expected)
     return typer.Option(name, parser=read, metavar=metavar, help=text)
 
 
 def seconds(name: str, *, text: str) -> Any:
     """Return an option for a time."""
     expected = "seconds, above 0, such as 60"
-    read = _reader(
-        name, float, lambda n: 0 < n <= _MOST_SECONDS, fault="is no time", expected=expected
-    )
+    read = _reader(name, float, lambda n: 0 < n <= _MOST_SECONDS, expected=expected)
     return typer.Option(name, parser=read, metavar="SECONDS", help=text)
 
 
 def difference(name: str, *, text: str) -> Any:
     """Return an option for the largest difference to accept."""
     expected = "a number from 0 on, such as 1e-9"
-    read = _reader(name, float, lambda n: 0 <= n < inf, fault="is no difference", expected=expected)
+    read = _reader(name, float, lambda n: 0 <= n < inf, expected=expected)
     return typer.Option(name, parser=read, metavar="X", help=text)
 
 
@@ -76,14 +72,15 @@ def _reader(
     kind: type[Number],
     is_in_range: Callable[[float], bool],
     *,
-    fault: str,
     expected: str,
 ) -> Callable[[str], Number]:
     def read(text: str) -> Number:
+        fault = "is not a whole number" if kind is int else "is not a number"
         with suppress(ValueError):
             number = kind(text)
             if is_in_range(number):
                 return number
+            fault = "is out of range"
         raise InputError(f"{text!r} {fault}", where=name, expected=expected)
 
     return read
@@ -168,6 +165,16 @@ def _integer(text: str, option: str) -> int:
         ) from None
 
 
+# The headings in the help of `plan`; what is not listed stands under typer's own.
+_LIMITS, _CHOICES, _WANTED = "What a plan may be", "Ways to train", "Which plan is the best"
+_PANELS = {
+    **dict.fromkeys(("max_tp", "max_pp", "max_dp", "memory", "host_memory"), _LIMITS),
+    **dict.fromkeys(("compile", "float8", "offload"), _CHOICES),
+    **dict.fromkeys(("sync_every", "outer", "outer_parts", "allow"), _CHOICES),
+    **dict.fromkeys(("objective", "tolerance"), _WANTED),
+    **dict.fromkeys(("samples", "tokens", "deadline", "budget"), _WANTED),
+}
+
 MODEL = Annotated[str, typer.Argument(metavar="MODEL", help="path.py or path.py:factory")]
 ARG = Annotated[
     list[str] | None,
@@ -203,6 +210,7 @@ PIN = Annotated[
     list[str] | None,
     typer.Option(
         "--pin",
+        rich_help_panel=_LIMITS,
         metavar="KEY=VALUE,…",
         help=f"Use exactly these values: {', '.join(keys_of('pins'))}.",
     ),
@@ -212,6 +220,7 @@ CONSTRAINTS = Annotated[
     typer.Option(
         "-c",
         "--constraints",
+        rich_help_panel=_LIMITS,
         metavar="FILE",
         help="A file of constraints: docs/constraints-file.md.",
     ),
@@ -278,7 +287,8 @@ def _shown(own: Iterable[Parameter], after: str) -> Iterator[Parameter]:
 def _parameter(keyword: str) -> Parameter:
     row = BY_KEYWORD[keyword]
     text = f"{row.text[0].upper()}{row.text[1:]}."
-    option = typer.Option(option_of(keyword), metavar=row.metavar, help=text)
+    panel = _PANELS.get(keyword)
+    option = typer.Option(option_of(keyword), metavar=row.metavar, help=text, rich_help_panel=panel)
     annotation = Annotated[str | None, option]
     return Parameter(keyword, Parameter.POSITIONAL_OR_KEYWORD, default=None, annotation=annotation)
 

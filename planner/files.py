@@ -184,9 +184,9 @@ def refuse_replacing(path: Path, *sources: Path) -> None:
 
 
 def refuse_others(path: Path, *, beginning: str) -> None:
-    """Raise if a file that autopar did not write would be overwritten."""
+    """Raise if a file would be overwritten that is not of the kind to be written."""
     if path.is_file() and not _head(path).startswith(beginning):
-        found = "a file that autopar did not write is in the way"
+        found = "a file of another kind is in the way"
         raise InputError(found, where=str(path), fix=_FIX)
 
 

@@ -98,7 +98,7 @@ def _refusal(error: Any, context: Any) -> InputError:
             f"{name} is missing",
             where=path,
             expected=error.param.help,
-            fix=" ".join([path, *wanted]),
+            fix=f"{' '.join([path, *wanted])}; {path} --help has the options and an example",
         )
     found = error.format_message().rstrip(".")
     return InputError(found[:1].lower() + found[1:], where=path, fix=every)

@@ -325,7 +325,7 @@ def profile(
         op_seconds=_OP_SHARE * budget,
     )
     check_writable(output)
-    before = read_measurements(output) if output.exists() else MeasuredFile()
+    before = _measured_before(output)
     model_file = load_model_file(model, arg or ())
     with status_line("tracing the model") as report:
         graph = trace(model_file, precision=request.precision)
@@ -352,6 +352,19 @@ def profile(
         results().print(part)
     written = f"Written: {output} ({len(together.ops)} ops in all)"
     results().print(written, soft_wrap=True)
+
+
+def _measured_before(path: Path) -> MeasuredFile:
+    """Return the measurements in a file to which others will be added."""
+    try:
+        return read_measurements(path) if path.exists() else MeasuredFile()
+    except InputError as error:
+        raise InputError(
+            error.found,
+            where=error.where,
+            expected=error.expected,
+            fix="choose another file with -o, or move this one away",
+        ) from None
 
 
 def _degrees(text: str) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from autopar.cli import FUNCTIONS
 from autopar.planner.errors import ExitCode
 from autopar.runtime.checkpointing import signals
 from autopar.runtime.ranks import leaving
-from tests.autopar.commands import Autopar
+from tests.autopar.commands import Autopar, run
 
 
 def test_an_interrupted_command_says_so_and_leaves_with_its_code(
@@ -30,6 +30,31 @@ def test_an_interrupted_command_says_so_and_leaves_with_its_code(
         cli.main()
     assert leaving.value.code == 130
     assert capsys.readouterr().err.strip() == "interrupted"
+
+
+def test_a_torch_that_cannot_be_imported_is_one_message(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def importing(*_: object, **__: object) -> None:
+        code = compile("raise OSError('libcudart.so.12: cannot open it')", "torch", "exec")
+        exec(code, {"__name__": "torch"})
+
+    monkeypatch.setattr("autopar.options.request_of", importing)
+    ran = run(monkeypatch, capsys, "plan", "model.py", "--gpus", "2", "-o", str(tmp_path))
+    assert ran.code == 6
+    assert ran.err.startswith("error: torch cannot be imported: OSError: libcudart.so.12: cannot")
+
+
+def test_a_working_directory_that_was_removed_is_one_message(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    ran = run(monkeypatch, capsys, "plan", "../model.py", "--gpus", "2")
+    assert ran.code == 2
+    assert ran.err.startswith("error: the working directory has been removed\n")
 
 
 @pytest.mark.parametrize("command", FUNCTIONS)

@@ -77,7 +77,7 @@ MISTAKES = {
         "--batch 8", "there is no option --batch … did you mean --global-batch?"
     ),
     "a time in words": planning(
-        "--time-limit 1min", "'1min' is no time … at: --time-limit … seconds, above 0"
+        "--time-limit 1min", "'1min' is not a number … at: --time-limit … seconds, above 0"
     ),
     "a device for a number": planning(
         "--gpus h100-sxm", "'h100-sxm' is not a number of devices … --device which"

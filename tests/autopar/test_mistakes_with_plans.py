@@ -94,8 +94,8 @@ MISTAKES = {
     ),
     "a question without a value": mistake("explain plan.json --why-not tp", "--why-not dp=2,tp=4"),
     "a rank that is not there": mistake("dryrun plan.json --rank 2", "there is no rank 2 … 0 to 1"),
-    "all ranks": mistake("dryrun plan.json --rank all", "'all' is not a count … at: --rank"),
-    "no steps": mistake("verify plan.json --steps 0", "'0' is not a count … at: --steps"),
+    "all ranks": mistake("dryrun plan.json --rank all", "'all' is not a whole number … at: --rank"),
+    "no steps": mistake("verify plan.json --steps 0", "'0' is out of range … at: --steps"),
     "a script that is not there": mistake(
         "verify plan.json --script gone.py",
         "there is no script to verify … at: gone.py … autopar emit",
@@ -110,7 +110,7 @@ MISTAKES = {
         files={"cut.py": "def main(:"},
     ),
     "a tolerance below nothing": mistake(
-        "verify plan.json --tolerance -1", "'-1' is no difference … at: --tolerance"
+        "verify plan.json --tolerance -1", "'-1' is out of range … at: --tolerance"
     ),
     "a script over the model": mistake("emit plan.json -o model.py --force", IN_THE_WAY),
     "a script over the plan": mistake("emit plan.json -o plan.json --force", IN_THE_WAY),

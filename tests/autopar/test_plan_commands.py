@@ -123,7 +123,7 @@ def test_plan_prints_json_for_programs(autopar: Autopar, searched: list[dict[str
             "dp=2 (--pin), tp=2 (--pin) and pp=1 (--pin)",
         ),
         (("--gpus", "8", "--pin", "dp=8", "--global-batch", "7"), 3, "a global batch of 7"),
-        (("--gpus", "8", "--time-limit", "nan"), 2, "is no time"),
+        (("--gpus", "8", "--time-limit", "nan"), 2, "is out of range"),
         (("--gpus", "8", "-c", "rules.toml"), 2, "did you mean 'hidden.0'"),
     ],
 )

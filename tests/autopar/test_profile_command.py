@@ -87,8 +87,8 @@ def test_a_file_that_holds_something_else_is_not_written_over(
         (("--tensor", "two"), "lists no tensor degrees"),
         (("--tensor", "0"), "lists no tensor degrees"),
         (("--precision", "fp7"), "is not one of"),
-        (("--budget", "0"), "is no time"),
-        (("--budget", "nan"), "is no time"),
+        (("--budget", "0"), "is out of range"),
+        (("--budget", "nan"), "is out of range"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(

@@ -275,7 +275,7 @@ def test_runs_are_listed_with_their_last_step(
         (("--master-addr", "host"), 2, "need --nnodes 2 or more"),
         (("--resume", "nowhere"), 2, "there are no checkpoints"),
         (("--script", "nowhere.py"), 2, "there is no script"),
-        (("--max-restarts", "-1"), 2, "not a count"),
+        (("--max-restarts", "-1"), 2, "is out of range"),
     ],
 )
 def test_bad_input_is_told_before_anything_is_made(

@@ -216,24 +216,24 @@ class DemandOptions(TypedDict, total=False):
     compile: Annotated[str | None, DemandSetting(
         place="compile", field="compile", read=_named(Compile),
         say="compile {value}", metavar="WHAT", example='"layers"',
-        text="layers: torch.compile takes each layer separately; fused: it also sends messages "
-        "during matrix products; none; default: on GPUs layers or none, whichever is faster",
+        text="what torch.compile takes: layers (each separately), fused (it also sends messages "
+        "during matrix products), none; default: on GPUs layers or none, whichever is faster",
     )]
     float8: Annotated[str | None, DemandSetting(
         place="float8", field="float8", read=_named(Float8),
         say="float8 {value}", metavar="SCALES", example='"tensorwise"',
-        text="linear layers multiply in float8, by torchao: tensorwise, rowwise, mxfp8; else: none",
+        text="how linear layers multiply in float8, by torchao: tensorwise, rowwise, mxfp8, none",
     )]
     offload: Annotated[str | None, DemandSetting(
         place="offload", field="offloads", read=_alone(_named(Offload)),
         say="offload {value}", metavar="WHAT", example='"optimizer"',
-        text="optimizer: gradients and optimizer states are in host memory, and the CPU does the "
-        "step; outer: the same for the outer optimizer; none; default: whichever is better",
+        text="what is in host memory: optimizer (gradients and optimizer states; the CPU does the "
+        "step), outer (the same for the outer optimizer), none; default: whichever is better",
     )]
     sync_every: Annotated[int | None, DemandSetting(
         place="choices.sync_every", field="sync_every", read=read_count,
         say="{value} local steps", metavar="STEPS", example="64",
-        text="local steps: replicas of the model train alone for so many steps, then an outer "
+        text="let replicas of the model train alone for so many (local) steps, until an outer "
         "optimizer averages them; changes what is learnt",
     )]
     outer: Annotated[str | None, DemandSetting(

@@ -135,7 +135,7 @@ ALONE = ("--node-rank", "0", "--master-addr", "host", "--name", "mine")
 @pytest.mark.parametrize(
     ("words", "code", "told"),
     [
-        (("--gpus", "0"), 2, "not a count"),
+        (("--gpus", "0"), 2, "is out of range"),
         (("--gpus", "1", "--script", "train.py"), 2, "--script is for the 2 devices of the plan"),
         (("--gpus", "3", "--nnodes", "2", *ALONE), 2, "not shared out evenly over 2 machines"),
         (("--gpus", "9"), 3, "a global batch of 8 (the plan)"),

@@ -102,7 +102,7 @@ MODELS = {
     "a name too long": Case(command=f"inspect {LONG}.py", message="File name too long"),
     "an output too long": _model("", "File name too long", command=f"{PLANNING}{LONG}"),
     "a million processes": _model(
-        "", "'1000000' is not a count", command="profile model.py --net --procs 1000000"
+        "", "'1000000' is out of range", command="profile model.py --net --procs 1000000"
     ),
     **dict(_unread("model.py", "inspect model.py")),
 }

@@ -282,11 +282,16 @@ EMPTY = {
 }
 
 OTHERS = {
-    "restarts by a float": Case(command="run . --max-restarts 1e3", message="'1e3' is not a count"),
-    "endless restarts": Case(
-        command=f"run . --max-restarts {10**30}", message=f"'{10**30}' is not a count"
+    "restarts by a float": Case(
+        command="run . --max-restarts 1e3", message="'1e3' is not a whole number"
     ),
-    "a million GPUs": Case(command="run . --gpus 1000000", message="'1000000' is not a count"),
+    "endless restarts": Case(
+        command=f"run . --max-restarts {10**30}", message=f"'{10**30}' is out of range"
+    ),
+    "a million GPUs": Case(command="run . --gpus 1000000", message="'1000000' is out of range"),
+    "measurements into another file": Case(
+        command="profile model.py -o plan.json", message="fix: choose another file with -o"
+    ),
     "weights of nan": _script(
         "--weights nan.safetensors --allow-missing *",
         "1 of 8 parameters of rank 0 are nan or infinite, such as embed.weight before the first",
