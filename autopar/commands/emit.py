@@ -37,7 +37,13 @@ from autopar.planner.plan.files.document import read_plan
 from autopar.planner.plan.plan import Plan, StoredPlan
 from autopar.planner.plan.traced import model_spec, with_model
 from autopar.planning import script_of, traced_plan
-from autopar.runs.run_folder import CHECKPOINTS, Start, script_arguments, value_given
+from autopar.runs.run_folder import (
+    CHECKPOINTS,
+    Start,
+    refuse_wrong_options,
+    script_arguments,
+    value_given,
+)
 from autopar.runs.run_record import METRICS
 
 
@@ -110,6 +116,9 @@ def emit_script(
             whole = traced_plan(found, plan_folder, uses_cache=cache)
             files, notes = tool_files(target, tool_facts(whole))
         else:
+            if arguments:
+                made = script_of(found, folder / FILE_NAME, folder=plan_folder, uses_cache=cache)
+                refuse_wrong_options(made.text, arguments)
             files, notes = _job(target, found, plan_folder, settings or (), arguments or ())
         for note in notes:
             print_note(note)

@@ -38,6 +38,7 @@ from autopar.runs.run_folder import (
     keeps_in_run,
     own_folder,
     refuse_foreign,
+    refuse_wrong_options,
     run_name,
     script_arguments,
     settings_in,
@@ -203,6 +204,7 @@ def run(
     chosen = _chosen(plan, script, gpus, nodes)
     if not {"-h", "--help"}.isdisjoint(given):
         raise typer.Exit(script_help(chosen.script))
+    refuse_wrong_options(chosen.source, given)
     check_rendezvous(nodes)
     place = ((plan if plan.is_dir() else plan.parent) / RUNS if runs is None else runs).resolve()
     refuse_named_as_file(place, option="--runs")

@@ -13,12 +13,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from autopar.console import print_note
 from autopar.planner.errors import AutoparError, ExitCode, InputError
@@ -40,6 +40,7 @@ from autopar.runtime.checkpointing.finding import (
 from autopar.runtime.checkpointing.manifest import NAME as MANIFEST
 from autopar.runtime.checkpointing.manifest import read_moment
 from autopar.runtime.ranks.locations import Location, located, location, put, write
+from autopar.runtime.ranks.options import OPTIONS, OptionParser, read_options
 from autopar.runtime.texts import masked, masked_variable
 
 RUNS, CHECKPOINTS, LOGS = "runs", "checkpoints", "logs"
@@ -249,10 +250,40 @@ def settings_in(script: str) -> dict[str, Any]:
     except SyntaxError:  # the ranks will report it
         return found
     for one in statements:
-        if isinstance(one, ast.Assign) and isinstance(one.value, ast.Constant):
+        if isinstance(one, ast.Assign):
             names = [target.id for target in one.targets if isinstance(target, ast.Name)]
-            found |= dict.fromkeys(names, one.value.value)
+            with suppress(ValueError):
+                found |= dict.fromkeys(names, ast.literal_eval(one.value))
     return found
+
+
+class _OptionCheck(OptionParser):
+    """Parses the options of a script on a machine that perhaps does not train."""
+
+    def add_argument(self, *flags: Any, **how: Any) -> Any:
+        """Add an option; a value that depends on the machine that trains is not checked."""
+        own = {"type": str} if flags[0] in ("--weights", "--workers") else {}
+        return super().add_argument(*flags, **{**how, **own})
+
+    def error(self, message: str) -> NoReturn:
+        """Raise, where a script leaves."""
+        raise InputError(
+            message, where="the options after --", fix="autopar run PLAN -- --help lists them"
+        )
+
+
+def refuse_wrong_options(script: str, given: Sequence[str]) -> None:
+    """Raise for options that a script will refuse; the text is the script's.
+
+    A script that was changed to read its options in another way is not asked.
+    """
+    settings = settings_in(script)
+    needed = {one.setting for one in OPTIONS if one.setting and one.needs in ("", *settings)}
+    if _READING in script and needed <= settings.keys():
+        read_options(given, settings, _OptionCheck())
+
+
+_READING = "read_options(argv, globals())"  # in main of a script
 
 
 def torchrun_arguments(

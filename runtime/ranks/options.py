@@ -314,9 +314,11 @@ OPTIONS = (
 )  # fmt: skip
 
 
-def read_options(argv: Sequence[str] | None, settings: Mapping[str, Any]) -> Namespace:
+def read_options(
+    argv: Sequence[str] | None, settings: Mapping[str, Any], parser: OptionParser | None = None
+) -> Namespace:
     """Return the options of a script; options that are not given have the script's constants."""
-    parser = OptionParser()
+    parser = parser or OptionParser()
     length = parser.add_mutually_exclusive_group()
     for one in OPTIONS:
         if one.needs and one.needs not in settings:

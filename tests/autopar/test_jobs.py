@@ -66,7 +66,7 @@ MISTAKES = (
     (("--print",), "need --for"),
     (("--for", "slurm", "--standalone"), "does not go with"),
     (("--", "--steps", "3"), "need --for"),
-    (("--for", "slurm", "--print", "--", "--data", "a\nb"), "cannot be quoted for a shell"),
+    (("--for", "slurm", "--print", "--", "--metrics", "a\nb"), "cannot be quoted for a shell"),
 )
 
 

@@ -289,6 +289,15 @@ OTHERS = {
         command=f"run . --max-restarts {10**30}", message=f"'{10**30}' is out of range"
     ),
     "a million GPUs": Case(command="run . --gpus 1000000", message="'1000000' is out of range"),
+    **{
+        f"{command} -- {words}": Case(command=f"{command} -- {words}", message=message)
+        for command in ("run .", "emit plan.json --for slurm --print", "emit . --for slurm")
+        for words, message in (
+            ("--stepz 3", "unrecognized arguments: --stepz 3"),
+            ("--steps x", "argument --steps: x is not a whole number of 1 or more"),
+            ("--keep-every 7", "--keep-every 7 is no multiple of --checkpoint-every 1000"),
+        )
+    },
     "measurements into another file": Case(
         command="profile model.py -o plan.json", message="fix: choose another file with -o"
     ),
