@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TypeAlias
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -29,6 +30,28 @@ from autopar.runs.run_metrics import AnalyzedRun, analyze_run
 from autopar.runtime.ranks.metrics import Event
 
 BEGINNING = "<!DOCTYPE html>\n<!-- written by autopar report -->"
+# docs/planner.md has the same table
+WORDS: Mapping[str, str] = MappingProxyType(
+    {
+        "MFU": "model FLOPs utilisation: the FLOPs that a step needs, without recomputation, as a "
+        "share of what the devices can do in its time at their peak",
+        "exposed": "of a message: the part of its time in which nothing is computed beside it",
+        "data parallel": "messages between data ranks: gradients, and parameters that ZeRO gathers",
+        "tensor communication": "messages between tensor ranks, inside layers",
+        "bubble": "the time in which ranks of a pipeline wait for each other",
+        "host overhead": "the time that Python and torch take on the CPU while the device waits",
+        "in flight": "microbatches whose forward has been done and whose backward has not",
+        "activations": "tensors that forwards keep for backwards, of all microbatches in flight",
+        "work space": "tensors that are there only while a layer is computed, such as logits",
+        "temporary copies": "parameters that ZeRO has gathered, and gradients until they are added",
+        "fragments": "memory that torch's allocator holds without a tensor in it",
+        "context": "what the device's driver and the communication libraries take",
+        "arrangement": "degrees of pipeline, data and tensor ranks, rows of a microbatch, schedule "
+        "and ZeRO level: one point of the search",
+        "pruned by bound": "not solved, because no plan of this arrangement can be better than one "
+        "that was found",
+    }
+)
 _MOST_POINTS = 1000  # about so many points of a curve are drawn
 _Point: TypeAlias = tuple[str, int, float]  # kind, step, value
 
@@ -45,7 +68,7 @@ def report(plan: StoredPlan, run: AnalyzedRun | None = None) -> str:
     why = explain(plan)
     counts = [_counts(plan)] if plan.curve else []
     measured = [_measured(run), *_curves(plan, run)] if run else []
-    figures = [*measured, *counts, *plan_figures(plan, why)]
+    figures = [*measured, *counts, *plan_figures(plan, why), _words()]
     return page.get_template("report.html.j2").render(
         beginning=Markup(BEGINNING),
         title=f"{plan.model.name} on {plan.machines.devices} × {plan.machines.device}",
@@ -76,6 +99,15 @@ def _facts(plan: StoredPlan) -> Iterator[tuple[str, str]]:
     yield f"fullest device, {share:.0%} of its limit", bytes_text(memory.device_bytes)
     yield "rows of a step", f"{plan.arrangement.global_batch:,}"
     yield "no plan is faster by more than", f"{max(0.0, plan.proof.gap):.2%}"
+
+
+def _words() -> Figure:
+    return Figure(
+        title="Words",
+        text="What the names of figures mean, here and in what autopar prints.",
+        head=("name", "meaning"),
+        rows=tuple(WORDS.items()),
+    )
 
 
 def _counts(plan: StoredPlan) -> Figure:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import autopar.api
-from autopar.pages.report import BEGINNING, report
+from autopar.pages.report import BEGINNING, WORDS, report
 from autopar.planner.cluster.toml_reading import seconds_text
 from autopar.planner.errors import ExitCode
 from autopar.planner.plan.files.document import write_plan
@@ -27,7 +27,7 @@ from tests.planner.plan.plans import arrangement, small_plan
 pytest.importorskip("vl_convert", reason="charts need the extra `report`")
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>&\"'"
 CHROMIUM = shutil.which("chromium")
-FIGURES = 8
+FIGURES = 9
 
 
 @cache
@@ -200,3 +200,9 @@ def test_a_plan_shows_itself_in_a_notebook() -> None:
     assert shown is not None
     frame = Reader(shown)
     assert frame.tags == ["iframe"]  # the page is escaped inside it
+
+
+def test_the_words_are_explained_on_the_page_of_the_planner_in_the_same_way() -> None:
+    documented = (Path(__file__).parents[3] / "docs" / "planner.md").read_text(encoding="utf-8")
+    table = "\n".join(f"| {name} | {meaning} |" for name, meaning in WORDS.items())
+    assert f"| name | meaning |\n|---|---|\n{table}\n\n" in documented
