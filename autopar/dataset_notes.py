@@ -170,8 +170,8 @@ def _tried(
             raise
         said = f"{type(cause).__name__}: {text_of(cause)}".splitlines()[0]
         tell(
-            f"the dataset could not be read here ({said}), so its rows were not checked. "
-            "The training machine reads it."
+            f"the dataset could not be read here ({said}, at {error.where}), so its rows were "
+            "not checked. The training machine reads it."
         )
         return _ELSEWHERE
 

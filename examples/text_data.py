@@ -17,7 +17,7 @@ class Lines(Dataset[dict[str, Tensor]]):
 
     def __init__(self, path: str, base: str, length: int, keys: tuple[str, ...]) -> None:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
-        self.rows: list[dict[str, Any]] = [json.loads(line) for line in lines]
+        self.rows: list[dict[str, Any]] = [json.loads(line) for line in lines if line.strip()]
         self.tokenizer = AutoTokenizer.from_pretrained(base)
         self.length, self.keys = length, keys
 

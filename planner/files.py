@@ -145,9 +145,8 @@ def check_writable(path: Path) -> None:
         raise InputError(f"{path} is {kind}, not a file", fix=_FIX)
     folder = next(one for one in path.absolute().parents if os.path.lexists(one))
     if not folder.is_dir():
-        raise InputError(
-            f"{_as_given(folder, path)} is a file, not a folder", where=str(path), fix=_FIX
-        )
+        kind = "a file, not a folder" if folder.exists() else "a link to what is not there"
+        raise InputError(f"{_as_given(folder, path)} is {kind}", where=str(path), fix=_FIX)
     if not os.access(path if path.exists() else folder, os.W_OK):
         found = f"nothing can be written to {_as_given(folder, path)}"
         raise InputError(found, where=str(path), fix=_FIX)
@@ -184,7 +183,8 @@ def refuse_replacing(path: Path, *sources: Path) -> None:
 
 
 def refuse_others(path: Path, *, beginning: str) -> None:
-    """Raise if a file would be overwritten that is not of the kind to be written."""
+    """Raise if no file can be written, or if one that is there is not of the kind to be written."""
+    check_writable(path)
     if path.is_file() and not _head(path).startswith(beginning):
         found = "a file of another kind is in the way"
         raise InputError(found, where=str(path), fix=_FIX)

@@ -65,15 +65,15 @@ def read_arguments(
     read: Callable[[Any, list[str]], list[str]], context: Any, arguments: list[str]
 ) -> list[str]:
     """Parse arguments with typer; its errors become AutoparErrors."""
-    _refuse_empty(arguments, context.command_path)
+    _refuse_words_of_a_shell(arguments, context.command_path)
     try:
         return read(context, arguments)
     except _UsageError as error:
         raise _refusal(error, context) from None
 
 
-def _refuse_empty(arguments: Sequence[str], path: str) -> None:
-    """Reject empty arguments, as a shell passes for unset variables."""
+def _refuse_words_of_a_shell(arguments: Sequence[str], path: str) -> None:
+    """Reject empty arguments, which come from unset variables, and a ~ that was not replaced."""
     for before, word in pairwise(["", *arguments]):
         option, equals, value = word.partition("=") if word.startswith("-") else ("", "", word)
         if (equals or not option) and not value.strip():
@@ -81,6 +81,11 @@ def _refuse_empty(arguments: Sequence[str], path: str) -> None:
                 before if before.startswith("-") and before != "--" else "an argument"
             )
             raise InputError(f"{name} is empty", where=path, fix="is a shell variable not set?")
+        place = word.rpartition("=")[2]
+        if place.startswith("~/"):
+            found = f"the shell has not replaced the ~ of {word}"
+            fix = f'write "$HOME{place[1:]}", or ./{place} for a folder that is called ~'
+            raise InputError(found, where=path, fix=fix)
 
 
 def _refusal(error: Any, context: Any) -> InputError:

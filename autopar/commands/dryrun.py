@@ -68,7 +68,6 @@ def check_destination(path: Path) -> None:
         raise InputError(
             f"{path} is no name of a graph file", expected="a file .graphml, or .dot for Graphviz"
         )
-    check_writable(path)
     refuse_others(path, beginning=beginning)
 
 

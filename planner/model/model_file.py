@@ -364,7 +364,8 @@ def _check_call(
     except TypeError as error:
         fix = f"let {name} take these arguments"
         if "missing" in str(error):
-            fix = "give it by --arg name=value, or give the parameter a default"
+            missing = str(error).rpartition("'")[0].rpartition("'")[2]
+            fix = f"give it by --arg {missing}=VALUE, or give the parameter a default"
         elif "multiple values" in str(error):
             fix = "--arg sets the parameters of this name in all functions: rename this one"
         raise InputError(

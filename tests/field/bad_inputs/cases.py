@@ -19,6 +19,7 @@ class Special(StrEnum):
     LOOP = "a loop of links"
     ZERO = "a link to /dev/zero"
     LINK = "a link to the folder others"
+    GONE = "a link to nothing"
 
 
 Content = str | bytes | Special

@@ -281,6 +281,16 @@ EMPTY = {
     )
 }
 
+TILDES = {
+    words: Case(command=words, message=f'fix: write "$HOME/{name}"', files={"model.py": MODEL})
+    for words, name in (
+        ("plan model.py --gpus 1 --output=~/out", "out"),
+        ("plan ~/model.py --gpus 1", "model.py"),
+        ("plan model.py --gpus 1 --arg base=~/llama", "llama"),
+        ("run . -- --weights=~/llama", "llama"),
+    )
+}
+
 OTHERS = {
     "restarts by a float": Case(
         command="run . --max-restarts 1e3", message="'1e3' is not a whole number"
@@ -298,6 +308,11 @@ OTHERS = {
             ("--keep-every 7", "--keep-every 7 is no multiple of --checkpoint-every 1000"),
         )
     },
+    "an output through a link to nothing": Case(
+        command="report plan.json -o link/r.html",
+        message="link is a link to what is not there",
+        files={"link": Special.GONE},
+    ),
     "measurements into another file": Case(
         command="profile model.py -o plan.json", message="fix: choose another file with -o"
     ),
@@ -336,6 +351,7 @@ OTHERS = {
 
 TRAININGS = {
     **EMPTY,
+    **TILDES,
     **OTHERS,
     **dict(_options()),
     **dict(_outputs()),

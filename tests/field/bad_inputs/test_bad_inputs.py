@@ -183,6 +183,8 @@ def _put(path: Path, content: Content) -> None:
             path.symlink_to(path)
         case Special.ZERO:
             path.symlink_to("/dev/zero")
+        case Special.GONE:
+            path.symlink_to("nothing")
         case Special.LINK:
             path.symlink_to("others")
         case str():
