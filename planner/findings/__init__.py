@@ -6,7 +6,7 @@ This file has the properties of an optimizer and its schedule, as data that need
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import IntEnum
+from enum import IntEnum, StrEnum, auto
 from typing import NamedTuple
 
 
@@ -26,6 +26,14 @@ class Reach(IntEnum):
     MODEL = 2  # other parameters
 
 
+class ParameterPart(StrEnum):
+    """The part of a parameter that a rank's optimizer steps, where plans divide parameters."""
+
+    SHARD = auto()  # of tensor ranks: the optimizer is made for these, too
+    ROWS = auto()  # of ZeRO-2 and 3
+    FLAT = auto()  # of ZeRO-1, and of an optimizer in the host's memory: a slice without dims
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerTraits:
     """Properties of an optimizer, found by trying it."""
@@ -33,6 +41,8 @@ class OptimizerTraits:
     name: str
     reach: Reach
     groups_by_position: bool  # groups depend on positions in the list of parameters
+    groups_by_size: bool = False  # groups depend on sizes of parameters
+    unlike_parts: tuple[ParameterPart, ...] = ()  # parts with other updates than in the whole
     moments: tuple[float, ...]  # of each trainable parameter: see Parameter.moments
     draws: bool = False  # its step draws random numbers
     own_tensors: tuple[str, ...] = ()  # see `own_tensors` in optimizer_call.py

@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -23,37 +23,32 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.planner.errors import AutoparError, InputError
-from autopar.planner.findings import OptimizerTraits, Reach
+from autopar.planner.findings import OptimizerTraits, ParameterPart, Reach
 from autopar.planner.findings.optimizer_call import (
+    LARGEST_DIFFERENCE,
     NAME,
+    STEPS,
     Make,
+    StandIn,
     check_optimizer,
     check_step,
     make_on_stand_ins,
     own_tensors,
+    parameters_for,
     schedule_end,
+    stand_ins_of,
+    unlike_parts,
 )
 from autopar.planner.findings.writes import check_stepped_state
 from autopar.planner.graph.graph import Graph
 from autopar.planner.model.model_file import ModelFile
-from autopar.planner.model.without_memory import marked_like, without_memory
+from autopar.planner.model.without_memory import without_memory
 
 Schedule: TypeAlias = Callable[[Any], Any]
 
-_LARGEST_DIM = 4  # larger dims are cut to this size in a stand-in
 _FP32_BYTES = 4
-_STEPS = 3
 _LISTS = ("params", "param_names")  # keys of a parameter group that are no settings
 _WRONG_VALUES = (ValueError, LookupError, ArithmeticError, AssertionError)
-_LARGEST_DIFFERENCE = 1e-3  # relative to the largest update; larger differences count
-
-
-class StandIn(NamedTuple):
-    """A small copy of a parameter."""
-
-    name: str
-    size: tuple[int, ...]
-    original: nn.Parameter | None  # an optimizer may read its class and attributes
 
 
 @contextmanager
@@ -78,12 +73,12 @@ def optimizer_traits(model_file: ModelFile, graph: Graph) -> OptimizerTraits | N
     is_own = model_file.build_optimizer is not None or model_file.build_scheduler is not None
     built = without_memory(model_file) if is_own else None
     make = make_on_stand_ins(model_file, graph, built)
-    every = _stand_ins_of(graph, built)
+    every = stand_ins_of(graph, built)
     by_size = {one.size: one for one in every}
     # AdamW treats parameters of one size alike, so one stand-in of each size is enough.
     stand_ins = list(by_size.values()) if model_file.build_optimizer is None else every
     try:
-        optimizer = make(_parameters_for(stand_ins))
+        optimizer = make(parameters_for(stand_ins))
     except AutoparError as error:
         if _is_mistake(error.__cause__) or _fails_in_full(model_file, error.__cause__):
             raise
@@ -117,13 +112,18 @@ def optimizer_traits(model_file: ModelFile, graph: Graph) -> OptimizerTraits | N
         if len(stand_ins) < len(every):
             of_size = dict(zip(by_size, kept, strict=True))
             kept = tuple(of_size[one.size] for one in every)
+        reach, kept_tensors = _reach(make, stand_ins), own_tensors(optimizer)
+        kinds = tuple(ParameterPart) if reach is Reach.NUMBER and not draws else ()
+        kinds = kinds[:1] if kept_tensors else kinds  # those are no parts, so no ZeRO
         return OptimizerTraits(
             name=type(optimizer).__name__,
-            reach=_reach(make, stand_ins),
+            reach=reach,
+            unlike_parts=unlike_parts(make, stand_ins, kinds),
+            groups_by_size=_groups_by_size(make, graph),
             groups_by_position=_groups_by_position(make, model_file.build_scheduler, stand_ins),
             moments=kept,
             draws=draws,
-            own_tensors=own_tensors(optimizer),
+            own_tensors=kept_tensors,
             ends=ends,
         )
     except Exception:  # a step may only work on other devices
@@ -131,23 +131,9 @@ def optimizer_traits(model_file: ModelFile, graph: Graph) -> OptimizerTraits | N
         return None
 
 
-def _stand_ins_of(graph: Graph, built: nn.Module | None) -> list[StandIn]:
-    """Return a small stand-in for each trainable parameter."""
-    originals = dict(built.named_parameters()) if built is not None else {}
-    return [
-        StandIn(
-            one.name,
-            tuple(min(_LARGEST_DIM, size.at(1)) for size in one.shape),
-            originals.get(one.name),
-        )
-        for one in graph.parameters
-        if one.trainable
-    ]
-
-
 def _refuse_sparse(make: Make, every: Sequence[StandIn], name: str, where: str) -> None:
     """Raise for an optimizer that accepts only sparse gradients."""
-    parameters = [one for one in _parameters_for(every) if one.ndim == 2]
+    parameters = [one for one in parameters_for(every) if one.ndim == 2]
     if _can_step(make, parameters, is_sparse=False) or not _can_step(
         make, parameters, is_sparse=True
     ):
@@ -213,17 +199,6 @@ def _step_once(optimizer: Any, scheduler: Any) -> None:
         scheduler.step()
 
 
-def _parameters_for(stand_ins: Sequence[StandIn]) -> list[nn.Parameter]:
-    """Return parameters with random values, marked like the originals."""
-    made, found = torch.Generator().manual_seed(0), []
-    for one in stand_ins:
-        found.append(nn.Parameter(torch.randn(one.size, generator=made)))
-        if one.original is not None:
-            marked_like(found[-1], one.original)
-        setattr(found[-1], NAME, one.name)
-    return found
-
-
 def _reach(make: Make, stand_ins: Sequence[StandIn]) -> Reach:
     """Return an optimizer's reach: change some elements, and see whether others' updates change."""
     # masks of elements to change: all those of every second parameter
@@ -248,7 +223,7 @@ def _same_where_unchanged(
         raise ArithmeticError("updates of stand-ins tell nothing")
     largest = max((float(one.abs().max()) for one in plain), default=0.0)
     return all(
-        float((own - new).abs().mul(~is_changed).max()) <= _LARGEST_DIFFERENCE * largest
+        float((own - new).abs().mul(~is_changed).max()) <= LARGEST_DIFFERENCE * largest
         for own, new, is_changed in zip(plain, other, changed, strict=True)
     )
 
@@ -258,7 +233,7 @@ def _updates(make: Make, stand_ins: Sequence[StandIn], changed: Sequence[Tensor]
 
     Elements in `changed` begin 10 times larger, and get gradients that are 10 times larger.
     """
-    parameters = _parameters_for(stand_ins)
+    parameters = parameters_for(stand_ins)
     factors = [
         1 + 9 * is_changed.view(one.size)
         for is_changed, one in zip(changed, stand_ins, strict=True)
@@ -282,7 +257,7 @@ def _stepped(
     for seed in (torch.manual_seed, random.seed, np.random.seed):
         seed(1)
     before, drawn = _other_states(optimizer), _SeesDraws()
-    for _ in range(_STEPS):
+    for _ in range(STEPS):
         for parameter, factor in zip(parameters, factors, strict=True):
             parameter.grad = torch.randn(parameter.shape, generator=gradients) * factor
         with drawn:
@@ -318,7 +293,7 @@ def _moments_and_draws(make: Make, stand_ins: Sequence[StandIn]) -> tuple[tuple[
 
     Also return whether its steps draw random numbers.
     """
-    parameters = _parameters_for(stand_ins)
+    parameters = parameters_for(stand_ins)
     optimizer, draws = _stepped(make, parameters, [torch.ones(())] * len(parameters))
     moments = tuple(
         sum(
@@ -339,7 +314,7 @@ def _groups_by_position(
     make: Make, schedule: Schedule | None, stand_ins: Sequence[StandIn]
 ) -> bool:
     """Whether parameters get other settings, or an error, if only half of them are given."""
-    parameters = _parameters_for(stand_ins)
+    parameters = parameters_for(stand_ins)
     middle = len(parameters) // 2
     if not middle:
         return False
@@ -352,6 +327,39 @@ def _groups_by_position(
     return halves[0] | halves[1] != _settings(make, schedule, parameters)
 
 
+def _groups_by_size(make: Make, graph: Graph) -> bool:
+    """Whether parameters get other settings, or an error, if tensor ranks share a dim of each.
+
+    These parameters have the model's own sizes, and no memory. False if an optimizer cannot be
+    made with such parameters.
+    """
+    try:
+        whole = _settings_of_sizes(make, graph, dim=0, ranks=1)
+    except AutoparError:
+        return False
+    try:
+        return any(
+            _settings_of_sizes(make, graph, dim=dim, ranks=ranks) != whole
+            for dim in (0, 1)
+            for ranks in (2, 8)
+        )
+    except AutoparError:
+        return True
+
+
+def _settings_of_sizes(make: Make, graph: Graph, *, dim: int, ranks: int) -> dict[str, str]:
+    """Return the settings of each trainable parameter by name, if ranks share one of its dims."""
+    parameters = []
+    for one in (one for one in graph.parameters if one.trainable):
+        size = [at.at(1) for at in one.shape]
+        if dim < len(size):
+            size[dim] = max(1, size[dim] // ranks)
+        parameters.append(nn.Parameter(torch.empty(size, device="meta")))
+        setattr(parameters[-1], NAME, one.name)
+    found = _settings(make, None, parameters)
+    return {getattr(one, NAME): found.get(id(one), "") for one in parameters}
+
+
 def _settings(
     make: Make, schedule: Schedule | None, parameters: Sequence[nn.Parameter]
 ) -> dict[int, str]:
@@ -359,7 +367,7 @@ def _settings(
     optimizer = make(parameters)
     scheduler = None if schedule is None else schedule(optimizer)
     found: dict[int, str] = defaultdict(str)
-    for _ in range(_STEPS):
+    for _ in range(STEPS):
         for group in optimizer.param_groups:
             settings = sorted((key, repr(group[key])) for key in group if key not in _LISTS)
             for parameter in group["params"]:

@@ -11,7 +11,7 @@ import inspect
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -19,11 +19,12 @@ from torch.optim import AdamW, Optimizer
 from torch.utils._pytree import tree_leaves
 
 from autopar.planner.errors import InputError, text_of
-from autopar.planner.findings import ScheduleEnd
+from autopar.planner.findings import ParameterPart, ScheduleEnd
 from autopar.planner.graph.graph import Graph
 from autopar.planner.model.guard import user_location
 from autopar.planner.model.model_file import ModelFile
 from autopar.planner.model.outside import state_scope
+from autopar.planner.model.without_memory import marked_like
 
 
 def learning_parameters(graph: Graph) -> frozenset[str]:
@@ -37,6 +38,117 @@ def learning_parameters(graph: Graph) -> frozenset[str]:
 Make: TypeAlias = Callable[[Sequence[nn.Parameter]], Any]
 
 NAME = "stand_in_for"  # an attribute of a stand-in
+STEPS = 3  # in which an optimizer is tried
+LARGEST_DIFFERENCE = 1e-3  # relative to the largest update; larger differences count
+_LARGEST_DIM = 4  # larger dims are cut to this size in a stand-in
+
+
+class StandIn(NamedTuple):
+    """A small copy of a parameter."""
+
+    name: str
+    size: tuple[int, ...]
+    original: nn.Parameter | None  # an optimizer may read its class and attributes
+
+
+def stand_ins_of(graph: Graph, built: nn.Module | None) -> list[StandIn]:
+    """Return a small stand-in for each trainable parameter."""
+    originals = dict(built.named_parameters()) if built is not None else {}
+    return [
+        StandIn(
+            one.name,
+            tuple(min(_LARGEST_DIM, size.at(1)) for size in one.shape),
+            originals.get(one.name),
+        )
+        for one in graph.parameters
+        if one.trainable
+    ]
+
+
+def parameters_for(stand_ins: Sequence[StandIn]) -> list[nn.Parameter]:
+    """Return parameters with random values, marked like the originals."""
+    made = torch.Generator().manual_seed(0)
+    return [_marked(torch.randn(one.size, generator=made), one) for one in stand_ins]
+
+
+def _marked(values: Tensor, one: StandIn) -> nn.Parameter:
+    found = nn.Parameter(values)
+    if one.original is not None:
+        marked_like(found, one.original)
+    setattr(found, NAME, one.name)
+    return found
+
+
+_Cut: TypeAlias = Callable[[Tensor], Tensor]  # returns a part of a parameter
+
+
+def _first_half(dim: int) -> _Cut:
+    return lambda whole: whole.chunk(2, dim)[0] if dim < whole.dim() else whole
+
+
+_CUTS = {
+    ParameterPart.SHARD: (_first_half(0), _first_half(1)),
+    ParameterPart.ROWS: (_first_half(0),),
+    ParameterPart.FLAT: (lambda whole: whole.flatten().chunk(2)[0],),
+}
+
+
+def unlike_parts(
+    make: Make, stand_ins: Sequence[StandIn], kinds: Sequence[ParameterPart]
+) -> tuple[ParameterPart, ...]:
+    """Return the kinds of parts that an optimizer does not step as it steps the whole parameters.
+
+    Its step, or the settings of its groups, then depend on sizes or numbers of dims.
+    """
+    if not kinds:
+        return ()
+    whole = _updates_of_parts(make, stand_ins, lambda one: one, is_built=True)
+    largest = max((float(one.abs().max()) for one in whole), default=0.0)
+
+    def is_alike(cut: _Cut, kind: ParameterPart) -> bool:
+        is_built = kind is ParameterPart.SHARD
+        try:
+            found = _updates_of_parts(make, stand_ins, cut, is_built=is_built)
+        except Exception:  # build_optimizer, or the step, takes no such parts
+            return False
+        differences = (
+            float((own - cut(one)).abs().max()) for own, one in zip(found, whole, strict=True)
+        )
+        return all(one <= LARGEST_DIFFERENCE * largest for one in differences)
+
+    return tuple(kind for kind in kinds if not all(is_alike(cut, kind) for cut in _CUTS[kind]))
+
+
+def _updates_of_parts(
+    make: Make, stand_ins: Sequence[StandIn], cut: _Cut, *, is_built: bool
+) -> list[Tensor]:
+    """Return the change of a part of each parameter over some steps.
+
+    Unless the optimizer `is_built` for the parts, it is made for the whole parameters, and steps
+    the parts in their place, as in scripts under ZeRO.
+    """
+    wholes, gradients = parameters_for(stand_ins), torch.Generator().manual_seed(1)
+    before = [cut(one.detach()).clone() for one in wholes]
+    parts = [_marked(one.clone(), of) for one, of in zip(before, stand_ins, strict=True)]
+    optimizer = make(parts if is_built else wholes)
+    if not is_built:
+        _replace(optimizer, dict(zip(wholes, parts, strict=True)), cut)
+    for _ in range(STEPS):
+        for part, whole in zip(parts, wholes, strict=True):
+            part.grad = cut(torch.randn(whole.shape, generator=gradients)).clone()
+        optimizer.step()
+    return [one.detach() - was for one, was in zip(parts, before, strict=True)]
+
+
+def _replace(optimizer: Any, parts: dict[nn.Parameter, nn.Parameter], cut: _Cut) -> None:
+    """Put parts of parameters in their place in an optimizer, with parts of their states."""
+    for group in optimizer.param_groups:
+        group["params"] = [parts[one] for one in group["params"]]
+    for whole in [one for one in optimizer.state if one in parts]:
+        optimizer.state[parts[whole]] = {
+            key: cut(one).clone() if isinstance(one, Tensor) and one.shape == whole.shape else one
+            for key, one in optimizer.state.pop(whole).items()
+        }
 
 
 def make_on_stand_ins(model_file: ModelFile, graph: Graph, model: nn.Module | None) -> Make:

@@ -14,7 +14,7 @@ from torch import Tensor
 from autopar.planner.axes.infer import GraphAxes
 from autopar.planner.errors import AutoparError, InputError, TraceError
 from autopar.planner.graph.graph import Graph, batch_key
-from autopar.planner.graph.ops import StateChange
+from autopar.planner.graph.ops import LOSS_CALL, StateChange, refs
 from autopar.planner.model.guard import ModelMovedError
 from autopar.planner.model.model_file import ModelFile
 from autopar.planner.precision import Precision
@@ -227,6 +227,26 @@ def _check_written_inputs(graph: Graph, subject: TracedSubject) -> None:
                 )
 
 
+def _check_loss_reads_outputs(graph: Graph) -> None:
+    """Raise if the loss function reads the model's parameters or buffers from a global.
+
+    The objects that a global holds are not those of every script: a rank may have other modules,
+    or parts of parameters.
+    """
+    returned = set(refs(graph.calls[""].result))
+    names = (*(one.name for one in graph.parameters), *(one.name for one in graph.buffers))
+    own = set(names) - returned
+    for op in graph.ops:
+        read = next((name for name in op.inputs if name in own), None)
+        if op.call == LOSS_CALL and read is not None:
+            raise TraceError(
+                f"the loss reads {read} of the model, which is no output",
+                where=op.location,
+                expected="a loss of the outputs and the batch alone",
+                fix="compute this part in the model's forward, and return it with the outputs",
+            )
+
+
 def _graph(subject: TracedSubject, *, is_noticed: bool, is_half: bool) -> Graph:
     try:
         graph = _stateless(subject, is_noticed=is_noticed)
@@ -235,6 +255,7 @@ def _graph(subject: TracedSubject, *, is_noticed: bool, is_half: bool) -> Graph:
         graph = replace(fixed, fixed_at=counted.where)
     check_types(graph, is_half=is_half)
     _check_written_inputs(graph, subject)
+    _check_loss_reads_outputs(graph)
     if not graph.tensors[graph.loss].requires_grad:
         raise InputError(
             "the loss has no gradient",

@@ -10,7 +10,7 @@ from typing import Any
 from autopar.planner.cluster.cluster import Cluster
 from autopar.planner.costs.prediction import Offload, Recompute, Zero
 from autopar.planner.errors import InfeasibleError, InputError
-from autopar.planner.findings import OptimizerTraits, Reach
+from autopar.planner.findings import OptimizerTraits, ParameterPart, Reach
 from autopar.planner.findings.rows import meeting_rows, norm_of_rows
 from autopar.planner.graph.graph import Graph
 from autopar.planner.graph.ops import GradientUse, Op, OwnGradient
@@ -29,6 +29,7 @@ _UNDIVIDED = tuple(level for level in Zero if not level.divides_optimizer)
 _STEPPED_HERE = tuple(one for one in Offload if not one.has_states)
 _HERE_WORDS = "the optimizer on the device"
 _WHOLE_MODULES = tuple(level for level in Zero if not level.shards_modules)
+_NEVER_FLAT = tuple(level for level in Zero if not level.gathers_updated)
 _ROWS_PER_DEVICE = 8
 # A step has eight rows for each device, up to the first limit; beyond it one row for each device,
 # up to the second. Tokens of a step: Llama 2 took 4 M and Llama 3 16 M. Rows of a step: ResNet-50
@@ -220,6 +221,7 @@ def _demands(traits: OptimizerTraits) -> Iterator[Declared]:
     elif traits.groups_by_position:
         why = "build_optimizer groups parameters by their positions in the model"
         yield _declared("pp", "max_pipeline", 1, "at most pp=1", why)
+    yield from _demands_of_parts(traits)
     if traits.own_tensors:
         why = f"{traits.name} keeps whole tensors beside its state, in {traits.own_tensors[0]}"
         yield _declared("own", "zero_levels", _UNDIVIDED, zero_words(_UNDIVIDED), why)
@@ -228,6 +230,19 @@ def _demands(traits: OptimizerTraits) -> Iterator[Declared]:
         why = f"{traits.name} draws random numbers, which copies of a parameter would not share"
         yield _declared("tp", "max_tensor", 1, "at most tp=1", why)
         yield _declared("copies", "steps_once", True, "one update of each parameter", why)
+
+
+def _demands_of_parts(traits: OptimizerTraits) -> Iterator[Declared]:
+    """Yield demands of an optimizer to which sizes or dims of parameters matter."""
+    why = f"{traits.name} reads sizes or dims of parameters, and its part of one has others"
+    if ParameterPart.SHARD in traits.unlike_parts or traits.groups_by_size:
+        by = "build_optimizer reads sizes of parameters" if traits.groups_by_size else why
+        yield _declared("shapes", "max_tensor", 1, "at most tp=1", by)
+    if ParameterPart.ROWS in traits.unlike_parts:
+        yield _declared("rows", "zero_levels", _WHOLE_MODULES, zero_words(_WHOLE_MODULES), why)
+    if ParameterPart.FLAT in traits.unlike_parts:
+        yield _declared("flat", "zero_levels", _NEVER_FLAT, zero_words(_NEVER_FLAT), why)
+        yield _declared("flat place", "offloads", _STEPPED_HERE, _HERE_WORDS, why)
 
 
 def _declared(name: str, field: str, value: Any, text: str, why: str) -> Declared:

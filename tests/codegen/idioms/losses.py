@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tests.codegen.idioms.outcomes import Idiom, idiom, noted
+from tests.codegen.idioms.outcomes import Idiom, idiom, noted, refused
 
 _FLAT = "outputs.flatten(0, 1), batch['labels'].flatten()"
 
@@ -219,6 +219,22 @@ def loss(outputs, batch):
     logits, penalty = outputs
     return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten()) + 1e-2 * penalty
 """),
+    "a penalty that finds the model in a global": idiom(
+        """
+MADE = []
+
+
+def build_model():
+    MADE[:] = [seeded(Model)]
+    return MADE[0]
+
+
+def loss(outputs, batch):
+    penalty = sum(one.abs().sum() for one in MADE[0].parameters())
+    return F.cross_entropy(outputs.flatten(0, 1), batch["labels"].flatten()) + 1e-2 * penalty
+""",
+        every=refused("the loss reads words.weight of the model, which is no output"),
+    ),
     "pairs of rows": idiom(
         """
 def loss(outputs, batch):

@@ -66,6 +66,42 @@ def build_optimizer(model):
     rest = [p for n, p in model.named_parameters() if not n.startswith("head.")]
     return torch.optim.SGD([{"params": rest, "lr": 0.01}, {"params": head}], lr=0.3)
 """),
+    "a rate by the width of a matrix (muP)": idiom(
+        """
+def build_optimizer(params):
+    return torch.optim.SGD([{"params": [p], "lr": 5 / p.shape[-1]} for p in params], lr=0.1)
+""",
+        otherwise={"tp": refused("build_optimizer reads sizes of parameters")},
+    ),
+    "a decay of matrices in its step": idiom("""
+class Decayed(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for one in group["params"]:
+                if one.ndim > 1:
+                    one.mul_(0.9)
+        return super().step(closure)
+
+
+def build_optimizer(params):
+    return Decayed(params, lr=0.3)
+"""),
+    "steps by the number of elements": idiom(
+        """
+class Sized(torch.optim.SGD):
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for one in group["params"]:
+                one.grad.mul_(one.numel() ** 0.5)
+        return super().step(closure)
+
+
+def build_optimizer(params):
+    return Sized(params, lr=0.02)
+""",
+        otherwise={way: refused("Sized reads sizes or dims") for way in ("ZeRO-3", "tp")},
+    ),
     "a cosine": idiom("""
 def build_scheduler(optimizer):
     return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=5)

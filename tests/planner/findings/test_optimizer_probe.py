@@ -190,6 +190,38 @@ class Wrapping(optim.Optimizer):
         return self.inner.step(closure)
 
 
+class Decayed(optim.SGD):
+    """Decays matrices in its step."""
+
+    def step(self, closure: Any = None) -> Any:
+        with torch.no_grad():
+            for group in self.param_groups:
+                for one in group["params"]:
+                    one.mul_(0.9 if one.ndim > 1 else 1)
+        return super().step(closure)
+
+
+class Sized(optim.SGD):
+    """Takes larger steps in larger parameters."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for one in group["params"]:
+                one.grad.mul_(one.numel() ** 0.5)
+        return super().step(closure)
+
+
+def by_width(parameters: list[nn.Parameter]) -> optim.Optimizer:
+    return optim.AdamW([{"params": [one], "lr": 1 / one.shape[-1]} for one in parameters])
+
+
+def by_threshold(parameters: list[nn.Parameter]) -> optim.Optimizer:
+    large = [one for one in parameters if one.numel() > 100]
+    small = [one for one in parameters if one.numel() <= 100]
+    groups: list[dict[str, Any]] = [{"params": large, "lr": 1e-4}, {"params": small}]
+    return optim.AdamW([group for group in groups if group["params"]])
+
+
 class Slow(optim.SGD):
     """Keeps copies of the parameters beside its state."""
 
@@ -269,6 +301,11 @@ def test_the_optimizers_of_the_zoo_leave_every_plan() -> None:
         (optim.Adafactor, (1, None, (0,))),
         (by_place, (None, 1, (0, 1, 2, 3))),
         (lambda own: Clipped(own, lr=0.1), (1, 1, (0,))),
+        (by_dim, (None, None, (0, 1, 2, 3))),
+        (by_width, (1, None, (0, 1, 2, 3))),
+        (by_threshold, (1, None, (0, 1, 2, 3))),
+        (lambda own: Decayed(own, lr=0.1), (None, None, (0, 2, 3))),
+        (lambda own: Sized(own, lr=0.1), (1, None, (0,))),
     ],
 )
 def test_a_plan_holds_what_the_optimizer_needs(
