@@ -229,7 +229,7 @@ class ReadableSizes:
         """Return a size computed from other sizes, if these can be read."""
         found = self._product(size)
         if found is None and size.varies and size.extent.is_constant and not size.axis:
-            return self._from_lengths(size.extent.at(0), size.other.at(0))
+            return self._length(size.extent, size.other)
         return found
 
     def _rank(self, local: LocalTensor, sizes: Sequence[SizeToPrint]) -> tuple[int, bool]:
@@ -268,8 +268,7 @@ class ReadableSizes:
             if sizes == (extent, other):
                 return Fact(local, f"shape[{place}]")
         if extent.is_constant:
-            derived = self._from_lengths(extent.at(0), other.at(0))
-            return derived or self._from_shards(extent, other) or literal(extent.at(0))
+            return self._length(extent, other) or literal(extent.at(0))
         if extent == BATCH:  # all available values are split along the rows
             return literal(self.split.batch)
         batch, total = self.whole(BATCH), None
@@ -288,6 +287,10 @@ class ReadableSizes:
             for place, size in enumerate(wanted(self.split, local.tensor, local.layout)):
                 if not size.axis:
                     yield local, place, (size.extent, size.other)
+
+    def _length(self, extent: Extent, other: Extent) -> Expression | None:
+        """Return a length of which ranks only have shards, or arithmetic on other lengths."""
+        return self._from_shards(extent, other) or self._from_lengths(extent.at(0), other.at(0))
 
     def _from_lengths(self, here: int, other: int) -> Expression | None:
         """Return a number as arithmetic on available lengths, given its values in both traces."""
