@@ -133,8 +133,8 @@ def watch_settings(optimizer: Optimizer) -> None:
         before[:] = map(_numbers_of, optimizer.param_groups)
 
     def end(*_: Any) -> None:
-        for own, group in zip(before, optimizer.param_groups, strict=False):
-            changed.update(key for key, number in own.items() if group.get(key) != number)
+        for own, now in zip(before, map(_numbers_of, optimizer.param_groups), strict=False):
+            changed.update(key for key, number in now.items() if own.get(key) != number)
 
     optimizer.register_step_pre_hook(begin)
     optimizer.register_step_post_hook(end)
