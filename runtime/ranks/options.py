@@ -365,10 +365,7 @@ def _together(options: Namespace, parser: OptionParser, planned: str) -> Namespa
 
 
 def in_rounds(options: Namespace, sync_every: int) -> Iterator[str]:
-    """Round intervals up to multiples of `sync_every`, and yield a note for each change.
-
-    Checkpoints and evaluations need replicas with equal parameters, as after an outer step.
-    """
+    """Round intervals up to outer steps, when replicas are equal; yield a note for each change."""
     for name in ("checkpoint_every", "keep_every", "eval_every"):
         every = getattr(options, name, None)
         if sync_every and every and every % sync_every:
