@@ -313,7 +313,8 @@ class Points:
     def _microbatches(self, data: int) -> list[tuple[tuple[int, ...], int]]:
         """Return the allowed microbatches: rows on each data rank, and their number.
 
-        For the least memory only the smallest is tried: none has fewer rows in flight.
+        For the least memory only two are tried: the smallest one, because none has fewer rows in
+        flight, and the whole batch, because a step of one microbatch adds up no gradients.
         """
         constraints, fixed = self.constraints, self._batch.fixed
         assert constraints.global_batch is not None
@@ -329,7 +330,9 @@ class Points:
             if min(each) >= least
             if count == 1 or not constraints.one_microbatch
         ]
-        return allowed[:1] if self.constraints.objective.memory_alone else allowed
+        if not self.constraints.objective.memory_alone:
+            return allowed
+        return [*allowed[:1], *(one for one in allowed[1:] if one[1] == 1)]
 
     @cached_property
     def _batch(self) -> BatchFacts:

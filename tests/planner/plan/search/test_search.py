@@ -478,3 +478,13 @@ def test_plans_that_need_less_memory_may_be_the_fastest(
     cluster = choose_cluster(8, "h100-sxm")
     proved, other = (planned(name, cluster, **usual, **one) for one in ({}, more))
     assert proved.prediction.step_seconds <= other.prediction.step_seconds * (1 + 1e-9)
+
+
+def test_one_microbatch_may_need_the_least_memory() -> None:
+    demands = {"objective": "memory", "offload": "none", "global_batch": 2}
+    cluster = choose_cluster(1, "h100-sxm")
+    found, whole = (
+        planned(SMALL_GPT2, cluster, **demands, **more) for more in ({}, {"pins__microbatch": 2})
+    )
+    assert found.arrangement.microbatches == 1
+    assert found.prediction.peak_memory == whole.prediction.peak_memory
