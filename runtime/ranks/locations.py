@@ -6,6 +6,7 @@ import errno
 import io
 import os
 import re
+from argparse import ArgumentTypeError
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -205,6 +206,13 @@ def location(text: str) -> Location:
             "abfs://, pyarrow for hdfs://",
         )
     return place
+
+
+def local_file(text: str) -> Path:
+    """Parse the path of a local file: lines are appended to it, which stores cannot do."""
+    if _SCHEME in text:
+        raise ArgumentTypeError(f"{text}: stores cannot append to a file; name one on a disk")
+    return Path(text)
 
 
 def located(folder: Location, pattern: str) -> list[Location]:

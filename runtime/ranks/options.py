@@ -16,7 +16,7 @@ import torch
 
 from autopar.runtime.launchers import usable_cores
 from autopar.runtime.ranks.leaving import USAGE, ExitReason, known_place, leave, refuse
-from autopar.runtime.ranks.locations import Location, is_named_as_file, location
+from autopar.runtime.ranks.locations import Location, is_named_as_file, local_file, location
 from autopar.runtime.ranks.mesh import Mesh
 from autopar.runtime.ranks.randomness import mixed_seed
 from autopar.runtime.ranks.transport import differing
@@ -121,13 +121,6 @@ def weights_or_none(text: str) -> str:
             f"for a folder: {text}/"
         )
     return text
-
-
-def local_file(text: str) -> Path:
-    """Parse the path of a local file: lines are appended to it, which stores cannot do."""
-    if "://" in text:
-        raise ArgumentTypeError(f"{text}: stores cannot append to a file; name one on a disk")
-    return Path(text)
 
 
 def local_folder(text: str) -> Path:
