@@ -38,7 +38,7 @@ from autopar.codegen.text.expressions import (
     text,
     with_numbers,
 )
-from autopar.codegen.text.lines import Body, ComputedValues, Line
+from autopar.codegen.text.lines import Body, ComputedValues, Line, values_in
 from autopar.planner.errors import InputError
 from autopar.planner.graph.layouts import PARTIAL, WHOLE, Layout, LayoutKind
 from autopar.planner.graph.ops import ONE, Extent, Op, Ref, TensorOrigin
@@ -288,22 +288,41 @@ class BodyBuilder(AvailableValues):
         return None
 
     def _size(self, op: Op, tree: ast.expr, beside: str) -> Computed | None:
-        """Return the value and expression of `x.shape[-1]`, if `x` is the op's only tensor."""
+        """Return the value and expression of `x.shape[-1]`.
+
+        `x` is the op's only tensor, if the source calls it `beside`, or an earlier value.
+        """
         match tree:
-            case ast.Subscript(value=ast.Attribute(value=owner, attr="shape"), slice=place):
-                number = computed(place, lambda _: None)
+            case (
+                ast.Subscript(value=ast.Attribute(value=owner, attr="shape"), slice=place)
+                | ast.Call(func=ast.Attribute(value=owner, attr="size"), args=[place])
+            ):
+                number, name = computed(place, lambda _: None), ast.unparse(owner)
             case _:
                 return None
-        if number is None or ast.unparse(owner) != beside or len(op.inputs) != 1:
+        if name == beside and len(op.inputs) == 1:
+            local: Expression | None = self.value(op.inputs[0], self.split.need(op, 0), op)
+        else:
+            local = self._latest(name)
+        if number is None or not isinstance(local, LocalTensor):
             return None
-        dim, shape = int(number[0]), self.graph.tensors[op.inputs[0]].shape
-        local = self.value(op.inputs[0], self.split.need(op, 0), op)
-        if not isinstance(local, LocalTensor) or not -len(shape) <= dim < len(shape):
+        dim, shape = int(number[0]), self.graph.tensors[local.tensor].shape
+        if not -len(shape) <= dim < len(shape):
             return None
         is_part = local.layout.kind is LayoutKind.SPLIT and local.layout.dim == dim % len(shape)
         if is_part or not shape[dim].is_constant:
             return None
         return shape[dim].at(0), Fact(local, f"shape[{dim}]")
+
+    def _latest(self, name: str) -> LocalTensor | None:
+        """Return the last value so far that the source calls by this name."""
+        made = (
+            local
+            for line in reversed(self.lines)
+            for local in values_in(line.results)
+            if name in self.tree.names_in(self.scope, local.tensor)
+        )
+        return next(made, None)
 
     def alias(self, op: Op) -> None:
         """Make an op's result an alias of its input."""

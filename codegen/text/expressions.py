@@ -268,7 +268,46 @@ def replaced(
         Slot(replaced(part.expression, known), part.level) if isinstance(part, Slot) else part
         for part in expression.parts
     )
-    return SourceForm(parts, expression.level)
+    return _as_one_index(SourceForm(parts, expression.level))
+
+
+def at_dim(dim: int, index: Expression) -> SourceForm:
+    """Return the index of one dim, with colons or dots for the others: `:, 0`, or `..., 0`."""
+    if dim == -1:
+        return SourceForm(("..., ", Slot(index)), Binding.TUPLE)
+    if dim < 0:
+        return SourceForm(("..., ", Slot(index), ", :" * (-dim - 1)), Binding.TUPLE)
+    return SourceForm((":, " * dim, Slot(index)), Binding.TUPLE)
+
+
+def _as_one_index(form: SourceForm) -> SourceForm:
+    """Return `x[:, :n][:, :, :m]` as `x[:, :n, :m]`, and any other form as it is."""
+    match form.parts:
+        case (
+            Slot(
+                expression=SourceForm(
+                    parts=(owner, "[", Slot(expression=SourceForm(parts=first)), "]")
+                )
+            ),
+            "[",
+            Slot(expression=SourceForm(parts=(str(colons), Slot() as last))),
+            "]",
+        ):
+            count = sum(1 if isinstance(part, Slot) else part.count(":") for part in first)
+            more = len(colons) // len(":, ") - count
+            if all(map(_keeps_dims, first)) and more >= 0 and not colons.strip(":, "):
+                parts = (*first, ", ", ":, " * more, last)
+                index = Slot(SourceForm(parts, Binding.TUPLE), Binding.TUPLE)
+                return SourceForm((owner, "[", index, "]"), form.level)
+    return form
+
+
+def _keeps_dims(part: str | Slot) -> bool:
+    """Whether a part of an index has one item for each dim of the result: slices and None."""
+    if isinstance(part, str):
+        return not part.strip(":, ")
+    inner = part.expression
+    return isinstance(inner, SourceForm) and (":" in inner.parts or inner.parts == ("None",))
 
 
 def with_numbers(form: SourceForm, known: Mapping[SourceForm, SourceForm]) -> SourceForm:

@@ -15,11 +15,13 @@ from autopar.codegen.forward.ops.arguments import (
     function_call,
     schema_of,
 )
+from autopar.codegen.forward.reading.author_names import is_index
 from autopar.codegen.text.expressions import (
     Binding,
     Expression,
     Slot,
     SourceForm,
+    at_dim,
     attribute,
     binary,
     call,
@@ -28,6 +30,7 @@ from autopar.codegen.text.expressions import (
     literal,
     method,
     power,
+    text,
 )
 from autopar.planner.graph.ops import DType, Op, Value
 
@@ -105,7 +108,7 @@ def _tensordot(arguments: Arguments) -> SourceForm:
 def _select(arguments: Arguments) -> SourceForm:
     dim = arguments.raw["dim"]
     assert isinstance(dim, int)
-    return indexed(arguments["self"], _at(dim, arguments["index"]))
+    return indexed(arguments["self"], at_dim(dim, arguments["index"]))
 
 
 def _slice(arguments: Arguments) -> SourceForm:
@@ -119,16 +122,15 @@ def _slice(arguments: Arguments) -> SourceForm:
         bounds.append(Slot(arguments["end"]))
     if arguments.raw["step"] != 1:
         bounds += [":", Slot(arguments["step"])]
-    return indexed(arguments["self"], _at(dim, SourceForm(tuple(bounds))))
+    return indexed(arguments["self"], at_dim(dim, SourceForm(tuple(bounds))))
 
 
-def _at(dim: int, index: Expression) -> SourceForm:
-    """Return the index of one dim, with colons or dots for the others: `:, 0`, or `..., 0`."""
-    if dim == -1:
-        return SourceForm(("..., ", Slot(index)), Binding.TUPLE)
-    if dim < 0:
-        return SourceForm(("..., ", Slot(index), ", :" * (-dim - 1)), Binding.TUPLE)
-    return SourceForm((":, " * dim, Slot(index)), Binding.TUPLE)
+def _unsqueeze(arguments: Arguments) -> SourceForm:
+    """Print a new dim as the source has it: `x[:, None]`, or `x.unsqueeze(1)`."""
+    dim, spans = arguments.raw["dim"], arguments.op.spans
+    if isinstance(dim, int) and dim >= 0 and spans and is_index(spans[0]):
+        return indexed(arguments["self"], at_dim(dim, text("None")))
+    return by_schema(arguments, "unsqueeze")
 
 
 def _index(arguments: Arguments) -> SourceForm:
@@ -163,6 +165,7 @@ SPECIAL: Mapping[str, Callable[[Arguments], SourceForm]] = MappingProxyType(
         "aten.repeat_interleave.self_int": _repeat_interleave,
         "aten.select.int": _select,
         "aten.slice.Tensor": _slice,
+        "unsqueeze": _unsqueeze,
         "aten.index.Tensor": _index,
     }
 )

@@ -139,6 +139,7 @@ class _FileNames:
     no_ops: Mapping[_Position, _Position]  # argument of a call that may run no op → the call
     given: Mapping[_Position, tuple[tuple[str, ...], ...]]  # see attributes_given
     formulas: Mapping[_Position, Sequence[Formula]]
+    indices: Set[_Position]  # of expressions with an index: `x[:, None]`
 
 
 @cache
@@ -146,7 +147,7 @@ def _file_names(file: str) -> _FileNames:
     try:
         tree = ast.parse("".join(linecache.getlines(_current_path(file))))
     except (SyntaxError, ValueError):
-        return _FileNames(names={}, no_ops={}, given={}, formulas={})
+        return _FileNames(names={}, no_ops={}, given={}, formulas={}, indices=frozenset())
     names = {where: name for node, name in _named(tree) for where in _positions(node)}
     no_ops = {
         where: _positions(node)[-1]
@@ -159,7 +160,14 @@ def _file_names(file: str) -> _FileNames:
     formulas: dict[_Position, list[Formula]] = defaultdict(list)
     for where, formula in _formulas(tree):
         formulas[where].append(formula)
-    return _FileNames(names=names, no_ops=no_ops, given=dict(_given(tree)), formulas=formulas)
+    indexed = (node for node in ast.walk(tree) if isinstance(node, ast.Subscript))
+    return _FileNames(
+        names=names,
+        no_ops=no_ops,
+        given=dict(_given(tree)),
+        formulas=formulas,
+        indices={where for node in indexed for where in _positions(node)},
+    )
 
 
 def _current_path(file: str) -> str:
@@ -188,6 +196,11 @@ def attributes_given(span: SourceSpan) -> tuple[tuple[str, ...], ...]:
     it.
     """
     return _file_names(span.file).given.get(span[1:], ())
+
+
+def is_index(span: SourceSpan) -> bool:
+    """Whether an expression is a value with an index in square brackets."""
+    return span[1:] in _file_names(span.file).indices
 
 
 def formulas_given(span: SourceSpan) -> Sequence[Formula]:

@@ -257,3 +257,32 @@ def test_a_number_is_written_as_the_author_computes_it() -> None:
     assert "* (self.dim / self.heads) ** -0.5" in source
     assert "x * x.shape[-1] ** -0.5" in source
     assert "* (1.0 / self.dim**0.5) / math.sqrt(self.dim)" in source
+
+
+class Attending(nn.Module):
+    """Reads a size of a value that is not beside the number, and takes parts by an index."""
+
+    mask: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.register_buffer("mask", torch.ones(1, 1, 6, 6).tril())
+
+    def forward(self, ids: Tensor) -> Tensor:
+        _, places = ids.shape
+        x = self.inner(ids.float().unsqueeze(-1) * torch.ones(8))
+        q = x[:, None]
+        k = x[:, None, :, :]
+        scores = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(k.size(-1)))
+        scores = scores * self.mask[:, :, :places, :places]
+        last = scores[:, :, 1:, -1]
+        return torch.as_tensor(last.sum())
+
+
+def test_sizes_and_indices_are_written_as_the_author_has_them() -> None:
+    (source,) = printed(Attending(), opened=[""]).values()
+    assert "* (1.0 / math.sqrt(k.shape[-1]))" in source
+    assert "self.mask[:, :, :4, :4]" in source
+    assert source.count("[:, None]") == 2
+    assert source.count("unsqueeze(") == 1
