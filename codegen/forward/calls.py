@@ -116,6 +116,7 @@ def function_line(function: FunctionCall, ops: Sequence[Op], body: AvailableValu
     return Line(
         results=_function_pattern(function.result, made, body),
         expression=call(name, *arguments, keywords=keywords),
+        has_gradient=ops[0].grad_enabled,
         hint=function.name,
         function=name,
     )
@@ -166,7 +167,7 @@ def _is_right_unchanged(function: FunctionCall, ops: Sequence[Op], body: Availab
     layouts = [split.made(tensor) for tensor in made]
     if any(layout.kind is LayoutKind.PARTIAL for layout in layouts):
         return False
-    if any(_is_special(op, body) for op in ops):
+    if any(_is_special(op, body) for op in ops) or len({op.grad_enabled for op in ops}) > 1:
         return False
     pairs = ((op, i) for op in ops for i, name in enumerate(op.inputs) if name in made)
     if any(len(split.layouts_of(op, i)) > 1 for op, i in pairs):
@@ -188,7 +189,6 @@ def _is_special(op: Op, body: AvailableValues) -> bool:
         or is_random(op)
         or bool(op.writes)
         or body.reads_written(op)
-        or not op.grad_enabled
         or op.name in body.split.weighed
     )
 

@@ -55,6 +55,21 @@ class Turning(nn.Module):
         return out
 
 
+def half_learned(x: Tensor) -> Tensor:
+    with torch.no_grad():
+        scale = x.abs().amax()
+    return x * scale
+
+
+class Frozen(Turning):
+    """Calls a function without gradients, then one of which a part has gradients."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        with torch.no_grad():
+            x = halved(self.out.weight * ids.float())
+        return torch.as_tensor(half_learned(self.out(x)).square().sum())
+
+
 class Drawing(Turning):
     """Draws in a function."""
 
@@ -68,6 +83,12 @@ def test_a_function_is_called_with_what_the_model_gives_it() -> None:
     assert "table(4, x, base=0.5)" in source or "table(ids.shape[1], x, base=0.5)" in source
     assert "turned(halved(x), (" in source
     assert source.count("halved(") == 1  # the other call is in turned()
+
+
+def test_a_function_is_called_without_gradients_as_in_the_model() -> None:
+    (source,) = printed(Frozen(), opened=[""]).values()
+    assert "with torch.no_grad():\n            x = halved(" in source
+    assert "half_learned(" not in source
 
 
 def test_a_function_that_draws_or_writes_is_printed() -> None:
