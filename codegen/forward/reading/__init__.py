@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ast
 import inspect
+import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from types import CodeType, FunctionType
+from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
 
 from autopar.codegen.forward.reading.author_names import parsed
@@ -61,19 +62,30 @@ def _readers(function: Callable[..., Any], owner: type) -> Iterator[FunctionType
         names = {name for code in nested_code(one.__code__) for name in code.co_names}
         if names & _READING:
             yield one
-        waiting += [found for name in names for found in _meant(name, one, owner)]
+        waiting += _meant(names, one, owner)
 
 
-def _meant(name: str, function: FunctionType, owner: type) -> Iterator[Any]:
-    """Yield what a name in a function may refer to, outside of torch: methods or a global.
+def _meant(names: Set[str], function: FunctionType, owner: type) -> Iterator[Any]:
+    """Yield what names in a function may refer to, outside of torch: methods, globals.
 
-    A method may be called by `super()`, so the methods of all classes are meant.
+    A method may be called by `super()`, so the methods of all classes are meant. A module that is
+    named may be followed by a name of its own (`layers.scaled`). What a decorator has wrapped is in
+    the closure of the wrapper.
     """
-    methods = (vars(kind).get(name) for kind in owner.__mro__)
-    found = [getattr(method, "__func__", method) for method in methods]
-    for one in (*found, function.__globals__.get(name)):
+    named = [function.__globals__.get(name) for name in names]
+    modules = [one for one in named if isinstance(one, ModuleType) and not _is_library(one)]
+    places = [*(vars(kind) for kind in owner.__mro__), *map(vars, modules)]
+    found = [place.get(name) for place in places for name in names]
+    empty = CellType()
+    closed = [cell.cell_contents for cell in function.__closure__ or () if cell != empty]
+    for one in (getattr(one, "__func__", one) for one in (*found, *named, *closed)):
         if not str(getattr(one, "__module__", "torch")).startswith("torch"):
             yield inspect.unwrap(one) if isinstance(one, FunctionType) else one
+
+
+def _is_library(module: ModuleType) -> bool:
+    package = module.__name__.partition(".")[0]
+    return package == "torch" or package in sys.stdlib_module_names
 
 
 _LOOPS = (ast.For, ast.AsyncFor, ast.While, ast.comprehension)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from textwrap import indent
 from typing import Any
@@ -58,6 +59,7 @@ NESTED = "def scaled(x):\n    return x / x.shape[1]\nreturn scaled(x.mT)"
         ("x.data = x.mT\nreturn x / x.shape[1]", {UNKNOWN_AT_1}),
         ("return [x.shape[1] for x in x]", {UNKNOWN_AT_1}),
         ("return x / places_of(x)", {UNKNOWN}),
+        ("return x / here.places_of(x)", {UNKNOWN}),
         (LOOP, {UNKNOWN_AT_1}),
         (NESTED, {UNKNOWN_AT_1}),
     ],
@@ -66,13 +68,20 @@ def test_sizes_are_an_arguments_only_where_no_other_tensor_can_have_its_name(
     body: str, read: set[SizesRead]
 ) -> None:
     source = f"def forward(self, x):\n{indent(body, '    ')}"
-    names: dict[str, Any] = {"places_of": places_of}
+    names: dict[str, Any] = {"places_of": places_of, "here": sys.modules[__name__]}
     exec(source, names)
     assert set(sizes_read(names["forward"], nn.Module, source)) == read
 
 
 def turned(forward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(forward)
+    def wrapper(self: nn.Module, x: Tensor) -> Any:
+        return forward(self, x.mT)
+
+    return wrapper
+
+
+def turned_unnamed(forward: Callable[..., Any]) -> Callable[..., Any]:
     def wrapper(self: nn.Module, x: Tensor) -> Any:
         return forward(self, x.mT)
 
@@ -90,6 +99,12 @@ class Decorated(nn.Module):
         return x / x.shape[1]
 
 
+class DecoratedUnnamed(nn.Module):
+    @turned_unnamed
+    def forward(self, x: Tensor) -> Tensor:
+        return x / x.shape[1]
+
+
 class Inheriting(Steps):
     def forward(self, x: Tensor) -> Tensor:
         return torch.as_tensor(super().forward(x.mT))
@@ -103,7 +118,13 @@ def hooked() -> nn.Module:
 
 @pytest.mark.parametrize(
     ("made", "read"),
-    [(Steps, of_x(1, 2)), (Decorated, UNKNOWN), (Inheriting, UNKNOWN), (hooked, UNKNOWN)],
+    [
+        (Steps, of_x(1, 2)),
+        (Decorated, UNKNOWN),
+        (DecoratedUnnamed, UNKNOWN),
+        (Inheriting, UNKNOWN),
+        (hooked, UNKNOWN),
+    ],
 )
 def test_code_around_a_forward_may_give_it_other_tensors(
     made: Callable[[], nn.Module], read: SizesRead
