@@ -12,7 +12,7 @@ from collections.abc import Container, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from autopar.planner.axes.infer import GraphAxes
-from autopar.planner.graph.graph import Graph
+from autopar.planner.graph.graph import Graph, once_per_graph
 from autopar.planner.graph.layouts import Conversion
 from autopar.planner.graph.ops import Op, Ref, TensorOrigin, Value
 from autopar.planner.precision import Float8, RowEnum
@@ -31,6 +31,7 @@ class Residence:
     cuts: tuple[tuple[str, ...], ...]  # after each layer: tensors that later layers need
 
 
+@once_per_graph
 def residence(graph: Graph, layers: Layers) -> Residence:
     """Return the layers that make and use each tensor, and the borders that it crosses.
 

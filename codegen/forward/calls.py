@@ -129,7 +129,7 @@ def _imported(function: FunctionCall) -> Imported:
 def _reads_sizes(function: FunctionCall, body: AvailableValues) -> bool:
     if (function.module, function.name) == LOSS_FUNCTION:
         return True
-    return named_functions(body.split.modules).get(_imported(function), False)
+    return named_functions(body.graph, body.split.modules).get(_imported(function), False)
 
 
 def _has_size(value: Value) -> bool:
@@ -143,7 +143,7 @@ def _name(function: FunctionCall, body: AvailableValues) -> str:
     """Return a function's name in the script, or "" if it cannot be imported."""
     if (function.module, function.name) == LOSS_FUNCTION:
         return LOSS
-    known, place = named_functions(body.split.modules), _imported(function)
+    known, place = named_functions(body.graph, body.split.modules), _imported(function)
     others = [one for one in known if one.name == place.name and one != place]
     is_taken = others or place.name in (*body.arguments.values(), *body.unpacked)
     return place.name if place in known and not is_taken and is_free(place.name) else ""
@@ -314,7 +314,7 @@ def _target(unit: str, body: AvailableValues) -> SourceForm:
             raise PrintAgainError.for_module(record.path, body.scope)
         return SourceForm(tuple(body.owner.path(record.path).parts))
     owner = body.split.modules.get(record.path.rpartition("/")[0])
-    known = named_functions(body.split.modules) if owner is None else owner.functions
+    known = named_functions(body.graph, body.split.modules) if owner is None else owner.functions
     if all(one.name != record.class_name for one in known):
         raise unnamed_function(record, body.tree.ops[unit][0])
     return SourceForm((f"{record.class_name}.apply",))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.codegen.forward.body import BodyBuilder
@@ -32,8 +33,9 @@ from autopar.codegen.text.lines import (
     wrapped_definition,
 )
 from autopar.planner.errors import InputError
+from autopar.planner.graph.graph import Graph, once_per_graph
 from autopar.planner.graph.layouts import LayoutKind
-from autopar.planner.graph.ops import BATCH, MODEL_DTYPE, Mapped, Ref, Value, refs
+from autopar.planner.graph.ops import BATCH, MODEL_DTYPE, Mapped, ModuleCall, Ref, Value, refs
 from autopar.planner.programs.layouts.opened import is_split
 
 CROSSING = "crossing"
@@ -133,8 +135,7 @@ def forward(
 
 def _annotated(module: Module, split: SplitGraph) -> Module:
     """Annotate unannotated arguments as Tensor where every call of the class passes a tensor."""
-    modules = split.modules
-    calls = [c for c in split.graph.calls.values() if _home(c.path, modules) == module.home]
+    modules, calls = split.modules, _calls_of(split.graph, split.modules)[module.home]
     given = [dict(bound(modules[c.path], c.arguments, c.keywords)) for c in calls]
     arguments = tuple(
         replace(argument, annotation="Tensor")
@@ -147,8 +148,14 @@ def _annotated(module: Module, split: SplitGraph) -> Module:
     return replace(module, arguments=arguments, returns="Tensor" if gives else module.returns)
 
 
-def _home(path: str, modules: Modules) -> Imported | None:
-    return modules[path].home if path in modules else None
+@once_per_graph
+def _calls_of(graph: Graph, modules: Modules) -> Mapping[Imported, Sequence[ModuleCall]]:
+    """Return the calls of each class's modules."""
+    found: dict[Imported, list[ModuleCall]] = defaultdict(list)
+    for one in graph.calls.values():
+        if one.path in modules:
+            found[modules[one.path].home].append(one)
+    return found
 
 
 def _does(module: Module) -> str:

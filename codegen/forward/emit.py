@@ -159,7 +159,7 @@ def _open(split: SplitGraph, tree: CallTree, places: dict[str, int], state: _Sta
 
 def _applied(split: SplitGraph, sources: Sequence[str]) -> Iterable[Imported]:
     """Yield the functions of the model's files that the printed sources call."""
-    for one in sorted(named_functions(split.modules)):
+    for one in sorted(named_functions(split.graph, split.modules)):
         called = re.compile(rf"(?<![.\w]){one.name}(\.apply)?\(")
         if is_free(one.name) and any(map(called.search, sources)):
             yield one
@@ -212,7 +212,7 @@ def _opening(split: SplitGraph, tree: CallTree, state: _State) -> Opening:
         inlined=sorted(state.inlined),
         called=state.called - state.inlined,
     )
-    takes_more = not is_plain(split.graph.calls[ROOT].result) or bool(tree.hidden(LOSS))
+    takes_more = not is_plain(split.graph.calls[ROOT].result) or bool(tree.hidden[LOSS])
     if LOSS in opening.opened and takes_more and ROOT not in opening.opened:
         state.opened.add(ROOT)
         return _opening(split, tree, state)

@@ -73,7 +73,7 @@ def _keeps_signature(opening: Opening) -> bool:
     """Whether the root keeps its signature: its result is plain, and it needs no loss weights."""
     graph, weighed = opening.split.graph, opening.split.weighed
     weighs = any(op.name in weighed and not opening.tree.is_of_loss(op) for op in graph.ops)
-    adds_loss = weighs or (LOSS in opening.opened and bool(opening.tree.hidden(LOSS)))
+    adds_loss = weighs or (LOSS in opening.opened and bool(opening.tree.hidden[LOSS]))
     return is_plain(graph.calls[ROOT].result) and not adds_loss
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
 
-from autopar.planner.graph.graph import Graph
+from autopar.planner.graph.graph import Graph, once_per_graph
 from autopar.planner.graph.ops import BATCH, Extent, Op, Ref, TensorOrigin, Value, refs
 from autopar.planner.rules.rule import Linear, OpKind, Rule, is_random
 from autopar.planner.rules.shapes import elementwise
@@ -217,6 +217,7 @@ def loss_of_parts(graph: Graph) -> LossOfParts:
     return LossOfParts(follows=follows, op=_origin(graph, found, follows))
 
 
+@once_per_graph
 def all_of_parts(graph: Graph) -> Mapping[str, Follows]:
     """Return how every tensor of a graph follows from those of equal parts."""
     reader = _LossReader(graph)

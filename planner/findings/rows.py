@@ -19,7 +19,7 @@ from autopar.planner.findings.loss import (
 )
 from autopar.planner.findings.places import row_places
 from autopar.planner.findings.writes import written_buffers
-from autopar.planner.graph.graph import Graph
+from autopar.planner.graph.graph import Graph, once_per_graph
 from autopar.planner.graph.ops import BATCH, Extent, Op
 from autopar.planner.rules.rule import OpKind, is_random
 from autopar.planner.rules.table import kind_of, takes_statistics
@@ -148,6 +148,7 @@ _ALONG = (OpKind.ALONG, OpKind.SOFTMAX, OpKind.SORT, OpKind.ARGSORT)
 _TAKING = (OpKind.PART, OpKind.PARTS)
 
 
+@once_per_graph
 def meeting_rows(graph: Graph) -> Op | None:
     """Return the first op that combines rows, for the loss or for a buffer.
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, wraps
 from itertools import chain
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, TypeVarTuple
 
 import networkx as nx
 
@@ -29,6 +29,7 @@ from autopar.planner.graph.ops import (
 )
 
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 
 class Index:
@@ -240,19 +241,24 @@ class Graph:
         return Index(self.ops, self.tensors, self.calls, self.functions)
 
     @cached_property
-    def found(self) -> dict[str, Any]:
+    def found(self) -> dict[object, Any]:
         """The results of functions that are `once_per_graph`."""
         return {}
 
 
-def once_per_graph(find: Callable[[Graph], T]) -> Callable[[Graph], T]:
-    """Cache the result of a function in the graph, which never changes."""
+def once_per_graph(find: Callable[[Graph, *Ts], T]) -> Callable[[Graph, *Ts], T]:
+    """Cache the result of a function in the graph, which never changes.
+
+    Other arguments (its axes, layers, modules) never change either. They are known by identity, so
+    the graph keeps them, too.
+    """
 
     @wraps(find)
-    def known(graph: Graph) -> T:
-        if find.__qualname__ not in graph.found:
-            graph.found[find.__qualname__] = find(graph)
-        found: T = graph.found[find.__qualname__]
+    def known(graph: Graph, *others: *Ts) -> T:
+        question = find.__module__, find.__qualname__, *map(id, others)
+        if question not in graph.found:
+            graph.found[question] = find(graph, *others), others
+        found: T = graph.found[question][0]
         return found
 
     return known

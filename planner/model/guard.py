@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
-from functools import wraps
+from functools import lru_cache, wraps
 from importlib.metadata import packages_distributions
 from pathlib import Path
 from types import ModuleType
@@ -57,12 +57,20 @@ def folder_from(place: Path, path: Path) -> str:
     return os.path.relpath(import_name(path).folder, place.parent)
 
 
-def imported_names(path: Path) -> Iterator[str]:
-    """Yield all names that a file imports, with dots if relative; nothing for a broken file."""
+def imported_names(path: Path) -> Sequence[str]:
+    """Return all names that a file imports, with dots if relative; none for a broken file."""
     try:
-        tree = ast.parse(path.read_bytes())
+        return _imports(path.read_bytes())
     except (OSError, SyntaxError, ValueError):
-        return
+        return ()
+
+
+@lru_cache(maxsize=64)
+def _imports(source: bytes) -> Sequence[str]:
+    return tuple(_imported(ast.parse(source)))
+
+
+def _imported(tree: ast.Module) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

@@ -51,11 +51,11 @@ def calls_missing_state(opening: Opening) -> list[str]:
     calls = tree.graph.calls
     found: dict[str, None] = {}
     for call, chain in tree.chains.items():
-        if _is_printed(tree.hidden(call), opening) or _may_read_left_state(call, opening):
+        if _is_printed(tree.hidden[call], opening) or _may_read_left_state(call, opening):
             found[call] = None
         if len(chain) < 3:
             continue
-        module, unpassed = modules.get(calls[call].path), tree.unpassed(call)
+        module, unpassed = modules.get(calls[call].path), tree.unpassed[call]
         keeps_state = module is not None and module.keeps_state
         if ((keeps_state or unpassed) and chain[-2] in open_calls) or _is_printed(
             unpassed, opening
@@ -282,9 +282,9 @@ def _takes_sizes_of_parts(call: str, ops: Sequence[Op], opening: Opening) -> boo
     """
     split, tree = opening.split, opening.tree
     made = {name for op in ops for name in op.outputs}
-    made.update(*map(tree.leaving, tree.inside[call]))
+    made.update(*(tree.leaving[inner] for inner in tree.inside[call]))
     layouts = [opening.arrives(name, call) for name in made]
-    layouts += [opening.entry(call, name) for name in tree.entering(call)]
+    layouts += [opening.entry(call, name) for name in tree.entering[call]]
     layouts += [split.need(op, i) for op in ops for i in range(len(op.inputs))]
     parts = {layout.axis for layout in layouts if is_split(layout)}
     if not parts:
@@ -357,7 +357,7 @@ def _has_own_rows_alone(call: str, opening: Opening) -> bool:
         return False
     made = (name for op in tree.ops[call] for name in op.outputs)
     layouts = {name: opening.arrives(name, call) for name in made}
-    layouts |= {name: opening.entry(call, name) for name in tree.entering(call)}
+    layouts |= {name: opening.entry(call, name) for name in tree.entering[call]}
     return all(_is_share(name, layout, opening) for name, layout in layouts.items())
 
 

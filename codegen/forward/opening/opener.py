@@ -238,7 +238,7 @@ class _Opener:
     def _is_uniform(self, tensor: str, way: Way, call: str) -> bool:
         """Whether a call takes a tensor, and every read of it inside needs these conversions."""
         inside = [op for op in self.index.readers[tensor] if self.tree.is_inside(op, call)]
-        return tensor in self.tree.entering(call) and self._all_go(tensor, way, inside)
+        return tensor in self.tree.entering[call] and self._all_go(tensor, way, inside)
 
     def _all_go(self, tensor: str, way: Way, ops: Sequence[Op]) -> bool:
         return all(
@@ -266,7 +266,7 @@ class _Opener:
     def _may_leave(self, tensor: str, way: Way, call: str) -> bool:
         """Whether a call returns a tensor, and all its readers outside need these conversions."""
         outside = [op for op in self.index.readers[tensor] if not self.tree.is_inside(op, call)]
-        return tensor in self.tree.leaving(call) and self._all_go(tensor, way, outside)
+        return tensor in self.tree.leaving[call] and self._all_go(tensor, way, outside)
 
     def _place(self, group: _Group) -> None:
         home = group.home

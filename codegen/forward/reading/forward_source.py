@@ -7,11 +7,12 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import takewhile
 from types import MappingProxyType
 
 from autopar.codegen.forward.reading.author_names import author_names, parsed
-from autopar.planner.graph.graph import Graph
+from autopar.planner.graph.graph import Graph, once_per_graph
 from autopar.planner.graph.ops import (
     LOSS_CALL,
     Fields,
@@ -207,7 +208,7 @@ LOSS = LOSS_CALL
 ROOT = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)  # no slots, because it keeps what it has answered
 class CallTree:
     """The tree of a graph's calls: the calls around and inside each call, and its ops."""
 
@@ -243,52 +244,62 @@ class CallTree:
         """Whether the loss function runs an op: itself, or by an autograd Function."""
         return ROOT not in self.chains[op.call]
 
-    def entering(self, call: str) -> frozenset[str]:
-        """Return the tensors among the arguments of a call."""
+    @cached_property
+    def entering(self) -> Mapping[str, frozenset[str]]:
+        """The tensors among the arguments of each call."""
+        return {call: self._entering(call) for call in self.chains}
+
+    @cached_property
+    def leaving(self) -> Mapping[str, frozenset[str]]:
+        """The tensors in the result of each call."""
+        made = {call: frozenset(refs(one.result)) for call, one in self.graph.calls.items()}
+        return {**made, LOSS: frozenset((self.graph.loss,))}
+
+    @cached_property
+    def unpassed(self) -> Mapping[str, frozenset[str]]:
+        """The activations and inputs that each call reads although they are no arguments.
+
+        Other code has stored them on a module or in shared objects. Parameters, buffers and
+        constants do not count: every rank with the module has them.
+        """
+        return {call: frozenset(self._unpassed(call)) for call in self.chains}
+
+    @cached_property
+    def hidden(self) -> Mapping[str, frozenset[str]]:
+        """The tensors that each call's code uses although no inner call returns them.
+
+        An inner call has stored them on a module, by a hook, or in shared objects.
+        """
+        return {call: self._hidden(call) for call in self.chains}
+
+    def _entering(self, call: str) -> frozenset[str]:
         if call == LOSS:
             return frozenset(self.graph.inputs)
         record = self.graph.calls[call]
         keywords = tuple(value for _, value in record.keywords)
         return frozenset(refs((record.arguments, keywords)))
 
-    def unpassed(self, call: str) -> frozenset[str]:
-        """Return the activations and inputs that a call reads although they are no arguments.
-
-        Other code has stored them on a module or in shared objects. Parameters, buffers and
-        constants do not count: every rank with the module has them.
-        """
+    def _unpassed(self, call: str) -> Iterator[str]:
         tensors = self.graph.tensors
         made = {name for op in self.ops.get(call, ()) for name in op.outputs}
         read = {name for op in self.ops.get(call, ()) for name in op.inputs}
         kept = (TensorOrigin.PARAMETER, TensorOrigin.BUFFER, TensorOrigin.CONSTANT)
-        return frozenset(
-            name
-            for name in read - made - self.entering(call)
-            if tensors[tensors[name].storage].origin not in kept
-        )
+        for name in read - made - self.entering[call]:
+            if tensors[tensors[name].storage].origin not in kept:
+                yield name
 
-    def hidden(self, call: str) -> frozenset[str]:
-        """Return the tensors that a call's code uses although no inner call returns them.
-
-        An inner call has stored them on a module, by a hook, or in shared objects.
-        """
+    def _hidden(self, call: str) -> frozenset[str]:
         own = [op for op in self.ops.get(call, ()) if op.call == call]
         inside = self.inside.get(call, ())
-        available = self.entering(call).union(
-            *(op.outputs for op in own), *map(self.leaving, inside)
-        )
-        used = self.leaving(call).union(*(op.inputs for op in own), *map(self.entering, inside))
+        given, made = self.entering, self.leaving
+        available = given[call].union(*(op.outputs for op in own), *(made[one] for one in inside))
+        used = made[call].union(*(op.inputs for op in own), *(given[one] for one in inside))
         missing = used - available
-        made = (name for op in self.ops.get(call, ()) for name in op.outputs)
-        return missing.intersection(made) if missing else missing
-
-    def leaving(self, call: str) -> frozenset[str]:
-        """Return the tensors in the result of a call."""
-        return frozenset(
-            (self.graph.loss,) if call == LOSS else refs(self.graph.calls[call].result)
-        )
+        results = (name for op in self.ops.get(call, ()) for name in op.outputs)
+        return missing.intersection(results) if missing else missing
 
 
+@once_per_graph
 def call_tree(graph: Graph) -> CallTree:
     """Return the tree of a graph's calls."""
     index = graph.index

@@ -30,6 +30,7 @@ from autopar.codegen.forward.reading.forward_source import (
 from autopar.codegen.text.expressions import is_identifier, string
 from autopar.codegen.text.values import KNOWN
 from autopar.planner.errors import InputError
+from autopar.planner.graph.graph import Graph, once_per_graph
 from autopar.planner.graph.ops import Value
 from autopar.planner.model.functions import (
     forward_hooks,
@@ -197,7 +198,8 @@ def _star_argument(module: Module, kind: inspect._ParameterKind) -> Argument:
     raise InputError(f"{module.path} is called with arguments that its forward does not take")
 
 
-def named_functions(modules: Modules) -> Mapping[Imported, bool]:
+@once_per_graph
+def named_functions(_: Graph, modules: Modules) -> Mapping[Imported, bool]:
     """Return the functions that the modules' files define or import; see `Module.functions`."""
     groups = {id(module.functions): module.functions for module in modules.values()}
     return {one: reads for group in groups.values() for one, reads in group.items()}

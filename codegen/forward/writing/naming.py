@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import chain, count
 
 from autopar.codegen.forward.ops.sizes import SizeToPrint, wanted
+from autopar.codegen.forward.reading.modules import Modules
 from autopar.codegen.forward.reading.split import SplitGraph
 from autopar.codegen.forward.writing.statements import Loop, Statement
 from autopar.codegen.text.expressions import (
@@ -24,6 +25,7 @@ from autopar.codegen.text.expressions import (
 )
 from autopar.codegen.text.lines import Body, Line, values_in
 from autopar.codegen.text.values import IN_FORWARDS
+from autopar.planner.graph.graph import Graph, once_per_graph
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +116,12 @@ def values_to_keep(lines: Sequence[Line]) -> frozenset[LocalTensor]:
     return frozenset(operands | results | logits)
 
 
+@once_per_graph
+def _unpacked(_: Graph, modules: Modules) -> Mapping[str, tuple[str, ...]]:
+    """Return the names into which the modules' forwards unpack each of their variables."""
+    return {name: one for module in modules.values() for name, one in module.unpacks.items()}
+
+
 class Namer:
     """Names the values of a body's statements, and sizes; arguments have names already.
 
@@ -123,8 +131,7 @@ class Namer:
     def __init__(self, statements: Sequence[Statement], body: Body, split: SplitGraph) -> None:
         arguments = body.arguments
         self.statements, self.split = statements, split
-        modules = split.modules.values()
-        self.unpacks = {name: one for module in modules for name, one in module.unpacks.items()}
+        self.unpacks = _unpacked(split.graph, split.modules)
         self.names = dict(arguments)
         self.frame = {_AXIS, *(name.partition("[")[0] for name in arguments.values())}
         self.frame |= body.containers

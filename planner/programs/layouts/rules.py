@@ -21,7 +21,7 @@ from networkx.utils import UnionFind
 
 from autopar.planner.axes.infer import GraphAxes
 from autopar.planner.errors import InfeasibleError, InputError
-from autopar.planner.graph.graph import Graph
+from autopar.planner.graph.graph import Graph, once_per_graph
 from autopar.planner.graph.layouts import WHOLE, Layout, LayoutKind, OpLayout
 from autopar.planner.graph.ops import Op
 from autopar.planner.layers import Layer, Layers
@@ -62,6 +62,7 @@ class Slots:
         return len({self.axes[name] for name in inside}) == len(inside)
 
 
+@once_per_graph
 def find_slots(graph: Graph, axes: GraphAxes, layers: Layers) -> Slots:
     """Return the slots of all tensors and axes of a graph."""
     tensors, names = UnionFind(graph.tensors), UnionFind(axes.names)
