@@ -204,7 +204,7 @@ class _Layer:
     @cached_property
     def network(self) -> _Network:
         """The network whose minimum cut gives the tensors that the layer saves."""
-        edges: list[_Edge] = []
+        edges: list[tuple[tuple[str, str], tuple[str, str], _Size]] = []
         must: set[str] = set()
         for op in self.ops:
             for name in filter(self.is_activation, map(self.root, self.kept[op.name])):
@@ -226,7 +226,8 @@ class _Layer:
         nodes = {_FORWARD: 0, _BACKWARD: 1}
         for one in (node for begin, end, _ in edges for node in (begin, end)):
             nodes.setdefault(one, len(nodes))
-        return names, frozenset(must), nodes, edges
+        sides = [(name, nodes[name, "in"], nodes[name, "out"]) for name in names]
+        return sides, frozenset(must), [(nodes[a], nodes[b], size) for a, b, size in edges]
 
     def is_activation(self, name: str) -> bool:
         """Whether a tensor depends on the batch."""
@@ -259,17 +260,15 @@ def _saved(layer: _Layer, size: Callable[[str], int]) -> frozenset[str]:
     Other tensors are computed again where it takes less memory to save what they are computed from:
     a minimum cut, as in torch's partitioner.
     """
-    names, must, nodes, edges = layer.network
-    sized = ((nodes[a], nodes[b], x and size(x[0]) * x[1]) for a, b, x in edges)
-    before = _before_cut(tuple(sized))
-    return must | {x for x in names if nodes[x, "in"] in before and nodes[x, "out"] not in before}
+    sides, must, edges = layer.network
+    before = _before_cut(tuple((a, b, x and size(x[0]) * x[1]) for a, b, x in edges))
+    return must | {x for x, begin, end in sides if begin in before and end not in before}
 
 
-_Node = tuple[str, str]
 # an edge that is cut costs the bytes of a tensor, times a factor; None: it is never cut
-_Edge = tuple[_Node, _Node, tuple[str, int] | None]
-# tensors that may be saved, those that must be, the numbers of nodes, the edges
-_Network = tuple[list[str], frozenset[str], dict[_Node, int], list[_Edge]]
+_Size = tuple[str, int] | None
+# tensors that may be saved, each with its two nodes; those that must be; the edges
+_Network = tuple[list[tuple[str, int, int]], frozenset[str], list[tuple[int, int, _Size]]]
 _FORWARD, _BACKWARD = ("", "forward"), ("", "backward")
 
 

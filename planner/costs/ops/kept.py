@@ -19,17 +19,26 @@ from autopar.planner.rules.table import kind_of, rule_of
 
 
 class TensorSizes:
-    """The sizes of a graph's tensors. Cached."""
+    """The sizes of a graph's tensors and ops. Cached."""
 
     def __init__(self, graph: Graph, axes: GraphAxes, *, batch: int, precision: Precision) -> None:
         self.memory = TensorMemory(graph, precision)
         self._graph = graph
-        self._dims = axes.dims
+        self._axes, self._dims = axes.ops, axes.dims
         self._batch = batch
         self._precision = precision
         self._wholes: dict[str, int] = {}
         self._parts: dict[tuple[str, Layout, int], int] = {}
         self._pieces: dict[tuple[str, Layout], bool] = {}  # whether a part is one piece
+        self._shapes: dict[tuple[str, OpSplit | None], LocalShapes] = {}
+
+    def shapes(self, op: Op, split: OpSplit | None) -> LocalShapes:
+        """Return the sizes of an op on one rank."""
+        key = op.name, split
+        if key not in self._shapes:
+            own, batch = self._axes[op.name], self._batch
+            self._shapes[key] = LocalShapes(op, self._graph, own, batch=batch, split=split)
+        return self._shapes[key]
 
     def elements(self, name: str, layout: Layout, degree: int) -> int:
         """Return a rank's number of elements of a tensor; its split axis has ⌈size ÷ degree⌉."""
@@ -132,11 +141,21 @@ class TensorMemory:
 
 @dataclass(slots=True, kw_only=True)
 class SharedFindings:
-    """Results that all pricers of a model share: they depend on neither batch nor device."""
+    """Results that all pricers of a model share: they do not depend on the device."""
 
+    sizes: dict[tuple[int, Precision], TensorSizes] = field(default_factory=dict)
     fusings: dict[Kernels, Fusing] = field(default_factory=dict)
     # what an op keeps if it is not compiled
     uncompiled: dict[tuple[str, Kernels], tuple[str, ...]] = field(default_factory=dict)
+
+    def sizes_of(
+        self, graph: Graph, axes: GraphAxes, *, batch: int, precision: Precision
+    ) -> TensorSizes:
+        """Return the sizes of the model's tensors and ops at one batch and precision."""
+        key = batch, precision
+        if key not in self.sizes:
+            self.sizes[key] = TensorSizes(graph, axes, batch=batch, precision=precision)
+        return self.sizes[key]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,7 +28,6 @@ from autopar.planner.costs.ops.fusion import Fusing, Fusion, fused_seconds
 from autopar.planner.costs.ops.kept import (
     KeptTensors,
     SharedFindings,
-    TensorSizes,
     made_by,
     names_kept,
     summed_gradients,
@@ -90,12 +89,12 @@ class OpPricer:
         self.precision = precision
         self.device = device
         self.rates = rates_of(device, precision, float8)
-        self.sizes = TensorSizes(graph, axes, batch=self.batch, precision=precision)
+        self._alike = alike or SharedFindings()
+        self.sizes = self._alike.sizes_of(graph, axes, batch=self.batch, precision=precision)
         self.memory = self.sizes.memory
         self.kernels = Kernels(fused_dropout=not self.rates.is_cpu)
         self._measured = measured
         self._layers = layers
-        self._alike = alike or SharedFindings()
         self._costs: dict[tuple[str, OpSplit | None], OpCost] = {}
         self._kept: dict[str, KeptTensors] = {}
         self._conversions: dict[tuple[Converted, bool, int, GroupShape], ConversionCost] = {}
@@ -188,7 +187,7 @@ class OpPricer:
 
     def shapes(self, op: Op, split: OpSplit | None = None) -> LocalShapes:
         """Return the sizes of an op on one rank."""
-        return LocalShapes(op, self.graph, self.axes.ops[op.name], batch=self.batch, split=split)
+        return self.sizes.shapes(op, split)
 
     def cost(self, op: Op, split: OpSplit | None = None) -> OpCost:
         """Return the time of an op on the device: measured if possible, else by formula."""

@@ -200,12 +200,12 @@ def _require_conversions(model: LayoutVariables) -> None:
         model.w.append(made)
         model.z.append(flows)
         for i, (flow, own) in enumerate(zip(flows, needed, strict=True)):
+            taken = _grouped([start for start, _ in flow], flow.values())
+            got = _grouped([end for _, end in flow], flow.values())
             for j, (layout, need) in enumerate(own.items()):
-                got = pulp.lpSum(z for (_, end), z in flow.items() if end == layout)
-                model.require(got == need, f"need_{d}_{i}_{j}")
+                model.require(got.get(layout, _ones(())) == need, f"need_{d}_{i}_{j}")
             for k, (layout, given) in enumerate(produced.items()):
-                taken = pulp.lpSum(z for (start, _), z in flow.items() if start == layout)
-                model.require(taken == given, f"source_{d}_{i}_{k}")
+                model.require(taken.get(layout, _ones(())) == given, f"source_{d}_{i}_{k}")
             for n, (ends, z) in enumerate(flow.items() if flow is not made else ()):
                 model.require(z <= made[ends], f"shared_{d}_{i}_{n}")
 
@@ -312,11 +312,16 @@ def _needed(model: LayoutVariables, demand: Demand) -> list[dict[Layout, Sum]]:
     return found or [{WHOLE: pulp.LpAffineExpression(constant=1)}]
 
 
-def _grouped(layouts: list[Layout], variables: list[pulp.LpVariable]) -> dict[Layout, Sum]:
+def _grouped(layouts: Iterable[Layout], variables: Iterable[pulp.LpVariable]) -> dict[Layout, Sum]:
     groups: dict[Layout, list[pulp.LpVariable]] = defaultdict(list)
     for layout, variable in zip(layouts, variables, strict=True):
         groups[layout].append(variable)
-    return {layout: pulp.lpSum(own) for layout, own in groups.items()}
+    return {layout: _ones(own) for layout, own in groups.items()}
+
+
+def _ones(variables: Iterable[pulp.LpVariable]) -> Sum:
+    """Return the sum of distinct variables, as pulp.lpSum does, which takes longer."""
+    return pulp.LpAffineExpression(dict.fromkeys(variables, 1))
 
 
 def _binary(program: pulp.LpProblem, name: str) -> pulp.LpVariable:

@@ -52,9 +52,9 @@ class Slots:
         if layout.kind is not LayoutKind.SPLIT:
             return layout
         common = self.axes[layout.axis]
-        inside = [leaf.name for leaf in leaves(axes.dims[tensor][layout.dim])]
+        inside = (leaf.name for leaf in leaves(axes.dims[tensor][layout.dim]))
         axis = next(name for name in inside if self.axes[name] == common)
-        return Layout(layout.kind, axis, layout.dim)
+        return layout if axis == layout.axis else Layout(layout.kind, axis, layout.dim)
 
     def has_distinct_names(self, tensor: str, dim: int, axes: GraphAxes) -> bool:
         """Whether the axes in a dim of a tensor have distinct common names."""
