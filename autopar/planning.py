@@ -55,6 +55,7 @@ from autopar.planner.plan.traced import (
     with_spec,
 )
 from autopar.planner.precision import Precision
+from autopar.planner.programs.layouts.rules import find_slots
 
 # Modules that need torch are imported in functions: planning a cached model needs no torch.
 if TYPE_CHECKING:
@@ -315,6 +316,7 @@ class _ScriptProcess:
 
             self._process = lengths_process(asked, model, cache_of(uses_cache=True))
             return
+        find_slots(training.graph, training.axes, training.layers)  # both processes need them
         context = get_context("fork")
         there, self._plans = context.Pipe()
         self._process = context.Process(
@@ -366,10 +368,11 @@ def _write_script(
         for stream in range(3):
             os.dup2(nowhere.fileno(), stream)
     with DATA_READS.watched(), suppress(EOFError):
-        from autopar.codegen.emit import BuiltModel
+        from autopar.codegen.emit import BuiltModel, prepare
 
         file = load_model_file(request.model, request.arguments)
         built = BuiltModel.of(file, training.graph, (training.axes, training.layers))
+        prepare(built)
         owners()  # slow, and needed for the cache: called while the search runs
         plans.send(None)  # says that this process waits
         plan = parse_plan(plans.recv(), where="the search")

@@ -6,9 +6,13 @@ import shutil
 from pathlib import Path
 
 from autopar import runtime
+from autopar.codegen.forward.reading.forward_source import call_tree
+from autopar.codegen.forward.reading.modules import named_functions
 from autopar.codegen.script.render import (
     FILE_NAME,
+    TEMPLATE,
     check_script,
+    environment,
     refuse_overwriting,
     render,
     with_checksum,
@@ -25,6 +29,8 @@ from autopar.planner.files import (
     refuse_replacing,
     write_whole,
 )
+from autopar.planner.findings.rows import meeting_rows
+from autopar.planner.model.guard import import_name
 from autopar.planner.plan.files.cache import NO_CACHE, Cache
 from autopar.planner.plan.files.document import FILE_NAME as PLAN_FILE
 from autopar.planner.plan.files.document import refuse_foreign, write_plan
@@ -93,6 +99,16 @@ def emit_with_notes(
     subject = subject_of(plan, place.parent if folder is None else folder, cache, built)
     refuse_replacing(place, subject.file.path)
     return script_text(plan, subject, place), tuple(absent_notes(subject))
+
+
+def prepare(built: BuiltModel) -> None:
+    """Find what scripts of a model need whatever its plan is; what is found is remembered."""
+    assert built.graph is not None
+    call_tree(built.graph)
+    named_functions(built.graph, built.modules)
+    meeting_rows(built.graph)
+    import_name(built.file.path)
+    environment().get_template(TEMPLATE)
 
 
 def script_text(plan: Plan, subject: PlannedSubject, place: Path) -> str:

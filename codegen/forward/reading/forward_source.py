@@ -7,7 +7,6 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import takewhile
 from types import MappingProxyType
 
@@ -208,15 +207,23 @@ LOSS = LOSS_CALL
 ROOT = ""
 
 
-@dataclass(frozen=True, kw_only=True)  # no slots, because it keeps what it has answered
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CallTree:
-    """The tree of a graph's calls: the calls around and inside each call, and its ops."""
+    """The tree of a graph's calls: the calls around and inside each call, and its ops.
+
+    Some tensors reach a call's code although they are no arguments, nor results of inner calls:
+    other code has stored them on a module, by a hook, or in shared objects.
+    """
 
     graph: Graph
     chains: Mapping[str, tuple[str, ...]]  # outermost first: (LOSS, ROOT, "h.0", "h.0.attn", …)
     inside: Mapping[str, tuple[str, ...]]  # the calls directly in each call
     ops: Mapping[str, tuple[Op, ...]]  # of a call, including inner calls
     names: Mapping[str, Sequence[tuple[str, str]]]  # see author_names
+    entering: Mapping[str, frozenset[str]]  # the tensors among the arguments of each call
+    leaving: Mapping[str, frozenset[str]]  # the tensors in the result of each call
+    unpassed: Mapping[str, frozenset[str]]  # what each call reads, and no argument passes
+    hidden: Mapping[str, frozenset[str]]  # what each call's own code uses so, made by inner calls
 
     def chain(self, op: Op) -> tuple[str, ...]:
         """Return the calls around an op, outermost first."""
@@ -244,60 +251,6 @@ class CallTree:
         """Whether the loss function runs an op: itself, or by an autograd Function."""
         return ROOT not in self.chains[op.call]
 
-    @cached_property
-    def entering(self) -> Mapping[str, frozenset[str]]:
-        """The tensors among the arguments of each call."""
-        return {call: self._entering(call) for call in self.chains}
-
-    @cached_property
-    def leaving(self) -> Mapping[str, frozenset[str]]:
-        """The tensors in the result of each call."""
-        made = {call: frozenset(refs(one.result)) for call, one in self.graph.calls.items()}
-        return {**made, LOSS: frozenset((self.graph.loss,))}
-
-    @cached_property
-    def unpassed(self) -> Mapping[str, frozenset[str]]:
-        """The activations and inputs that each call reads although they are no arguments.
-
-        Other code has stored them on a module or in shared objects. Parameters, buffers and
-        constants do not count: every rank with the module has them.
-        """
-        return {call: frozenset(self._unpassed(call)) for call in self.chains}
-
-    @cached_property
-    def hidden(self) -> Mapping[str, frozenset[str]]:
-        """The tensors that each call's code uses although no inner call returns them.
-
-        An inner call has stored them on a module, by a hook, or in shared objects.
-        """
-        return {call: self._hidden(call) for call in self.chains}
-
-    def _entering(self, call: str) -> frozenset[str]:
-        if call == LOSS:
-            return frozenset(self.graph.inputs)
-        record = self.graph.calls[call]
-        keywords = tuple(value for _, value in record.keywords)
-        return frozenset(refs((record.arguments, keywords)))
-
-    def _unpassed(self, call: str) -> Iterator[str]:
-        tensors = self.graph.tensors
-        made = {name for op in self.ops.get(call, ()) for name in op.outputs}
-        read = {name for op in self.ops.get(call, ()) for name in op.inputs}
-        kept = (TensorOrigin.PARAMETER, TensorOrigin.BUFFER, TensorOrigin.CONSTANT)
-        for name in read - made - self.entering[call]:
-            if tensors[tensors[name].storage].origin not in kept:
-                yield name
-
-    def _hidden(self, call: str) -> frozenset[str]:
-        own = [op for op in self.ops.get(call, ()) if op.call == call]
-        inside = self.inside.get(call, ())
-        given, made = self.entering, self.leaving
-        available = given[call].union(*(op.outputs for op in own), *(made[one] for one in inside))
-        used = made[call].union(*(op.inputs for op in own), *(given[one] for one in inside))
-        missing = used - available
-        results = (name for op in self.ops.get(call, ()) for name in op.outputs)
-        return missing.intersection(results) if missing else missing
-
 
 @once_per_graph
 def call_tree(graph: Graph) -> CallTree:
@@ -309,13 +262,50 @@ def call_tree(graph: Graph) -> CallTree:
     for call, around in chains.items():
         if len(around) > 1:
             children[around[-2]].append(call)
+    ops = {LOSS: graph.ops, **index.ops_in}
+    entering = {call: _entering(call, graph) for call in chains}
+    made = {call: frozenset(refs(one.result)) for call, one in graph.calls.items()}
+    leaving = {**made, LOSS: frozenset((graph.loss,))}
+    unpassed, hidden = {}, {}
+    for call in chains:
+        own = [op for op in ops.get(call, ()) if op.call == call]
+        unpassed[call] = frozenset(_unpassed(ops.get(call, ()), graph)) - entering[call]
+        inside = children[call]
+        used = leaving[call].union(*(op.inputs for op in own), *(entering[one] for one in inside))
+        given = entering[call].union(*(op.outputs for op in own), *(leaving[one] for one in inside))
+        missing = used - given
+        results = (name for op in ops.get(call, ()) for name in op.outputs)
+        hidden[call] = missing.intersection(results) if missing else missing
     return CallTree(
         graph=graph,
         chains=MappingProxyType(chains),
         inside=MappingProxyType({call: tuple(own) for call, own in children.items()}),
-        ops=MappingProxyType({LOSS: graph.ops, **index.ops_in}),
+        ops=MappingProxyType(ops),
         names=author_names(graph),
+        entering=MappingProxyType(entering),
+        leaving=MappingProxyType(leaving),
+        unpassed=MappingProxyType(unpassed),
+        hidden=MappingProxyType(hidden),
     )
+
+
+def _entering(call: str, graph: Graph) -> frozenset[str]:
+    if call == LOSS:
+        return frozenset(graph.inputs)
+    record = graph.calls[call]
+    return frozenset(refs((record.arguments, tuple(value for _, value in record.keywords))))
+
+
+def _unpassed(ops: Sequence[Op], graph: Graph) -> Iterator[str]:
+    """Yield the activations and inputs that ops read and do not make.
+
+    Parameters, buffers and constants do not count: every rank with the module has them.
+    """
+    made = {name for op in ops for name in op.outputs}
+    kept = (TensorOrigin.PARAMETER, TensorOrigin.BUFFER, TensorOrigin.CONSTANT)
+    for name in {name for op in ops for name in op.inputs} - made:
+        if graph.tensors[graph.tensors[name].storage].origin not in kept:
+            yield name
 
 
 def common(chains: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
