@@ -6,8 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from math import prod
 from types import MappingProxyType
-
-import networkx as nx
+from typing import TYPE_CHECKING
 
 from autopar.planner.axes.infer import GraphAxes, infer_axes
 from autopar.planner.cluster.cluster import Device
@@ -27,6 +26,9 @@ from autopar.planner.precision import (
 )
 from autopar.planner.rules.rule import Traffic
 from autopar.planner.rules.table import rule_of
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +90,8 @@ def annotated_graph(
     An op that reads two results of another has two edges from it. Nodes of tensors (parameters and
     inputs) have their size in bytes.
     """
+    import networkx as nx  # slow to import, and plans need no such graph
+
     found = nx.MultiDiGraph()
     known = {one.name: one for one in ops}
     makers = graph.index.made_by

@@ -8,14 +8,14 @@ them, later reads of all of them see the new values.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Container, Iterable, Mapping, Set
+from collections import defaultdict, deque
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
-from functools import cached_property, wraps
-from itertools import chain
+from functools import cached_property, lru_cache, wraps
+from itertools import pairwise
+from math import inf
 from types import MappingProxyType
-from typing import Any, TypeVar, TypeVarTuple
-
-import networkx as nx
+from typing import Any, TypeAlias, TypeVar, TypeVarTuple
 
 from autopar.planner.graph.ops import (
     Buffer,
@@ -28,8 +28,11 @@ from autopar.planner.graph.ops import (
     Tensor,
 )
 
+K = TypeVar("K")
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
+_Node: TypeAlias = str | int | tuple[str, int]  # a tensor, an op, a state of memory
+_NONE = frozenset[int]()
 
 
 class Index:
@@ -103,37 +106,52 @@ class Index:
         wanted = set(values)
         written = self.storages(wanted) & self.writers.keys()
         ends = (self._memory(one, self.writers[one][-1]) for one in written)
-        hidden = [self.places[op.name] for op in without]
-        flow = nx.restricted_view(self._flow, hidden, ()) if hidden else self._flow
-        return self._reached(flow.reverse(copy=False), wanted.union(ends))
+        hidden = {self.places[op.name] for op in without}
+        return self._reached(self._before, wanted.union(ends), hidden)
 
     def reached_from(self, values: Iterable[str]) -> tuple[Op, ...]:
         """Return the ops that depend on some tensors, in order."""
-        return self._reached(self._flow, set(values))
+        return self._reached(self._behind, set(values))
 
-    def _reached(self, flow: nx.DiGraph, starts: Set[Any]) -> tuple[Op, ...]:
-        met = chain.from_iterable(nx.bfs_layers(flow, starts))
+    def _reached(
+        self, flow: Mapping[_Node, tuple[_Node, ...]], starts: Set[_Node], hidden: Set[int] = _NONE
+    ) -> tuple[Op, ...]:
+        """Return the ops that are reached without passing hidden ones, in order."""
+        met, waiting = set(starts), list(starts)
+        while waiting:
+            new = set(flow[waiting.pop()]) - met - hidden
+            met |= new
+            waiting += new
         return tuple(self._ops[at] for at in sorted(n for n in met if isinstance(n, int)))
 
     @cached_property
-    def _flow(self) -> nx.DiGraph:
-        """Dependencies between ops (by position), tensors (by name) and states of memory.
+    def _behind(self) -> Mapping[_Node, tuple[_Node, ...]]:
+        """What depends on each node directly."""
+        return _gathered(self._flow())
+
+    @cached_property
+    def _before(self) -> Mapping[_Node, tuple[_Node, ...]]:
+        """What each node depends on directly."""
+        return _gathered((end, start) for start, end in self._flow())
+
+    def _flow(self) -> Iterator[tuple[_Node, _Node]]:
+        """Yield dependencies between ops (by position), tensors (by name) and states of memory.
 
         A state of memory is a storage with the op that last wrote to it. An op depends on the
         states of its inputs' storages at its position.
         """
-        flow, latest = nx.DiGraph(), dict[str, tuple[str, int]]()
-        flow.add_nodes_from(self._tensors)
+        latest = dict[str, tuple[str, int]]()
         for at, op in enumerate(self._ops):
-            memory = {one: latest[one] for one in self.storages(op.inputs) if one in latest}
+            memory = (latest[one] for one in self.storages(op.inputs) if one in latest)
             made = {one: self._memory(one, op) for one in self.written_by(op)}
-            flow.add_edges_from((one, at) for one in (*op.inputs, *memory.values()))
-            flow.add_edges_from((at, one) for one in (*op.outputs, *made.values()))
-            flow.add_edges_from((latest[one], made[one]) for one in made if one in latest)
+            read: tuple[_Node, ...] = (*op.inputs, *memory)
+            results: tuple[_Node, ...] = (*op.outputs, *made.values())
+            yield from ((one, at) for one in read)
+            yield from ((at, one) for one in results)
+            yield from ((latest[one], made[one]) for one in made if one in latest)
             lying = {one: self._tensors[one].storage for one in op.outputs}
-            flow.add_edges_from((one, made[own]) for one, own in lying.items() if own in made)
+            yield from ((one, made[own]) for one, own in lying.items() if own in made)
             latest |= made
-        return flow
 
     def _memory(self, storage: str, writer: Op) -> tuple[str, int]:
         return storage, self.places[writer.name]
@@ -162,15 +180,15 @@ class Index:
         return _gathered((one.ops[0], one) for one in reversed(self._functions))
 
 
-class _Several(dict[str, tuple[T, ...]]):
+class _Several(dict[K, tuple[T, ...]]):
     """A dict whose missing keys are empty tuples."""
 
-    def __missing__(self, name: str) -> tuple[T, ...]:
+    def __missing__(self, name: K) -> tuple[T, ...]:
         return ()
 
 
-def _gathered(pairs: Iterable[tuple[str, T]]) -> Mapping[str, tuple[T, ...]]:
-    found: dict[str, list[T]] = {}
+def _gathered(pairs: Iterable[tuple[K, T]]) -> Mapping[K, tuple[T, ...]]:
+    found: dict[K, list[T]] = {}
     for name, one in pairs:
         found.setdefault(name, []).append(one)
     return MappingProxyType(_Several({name: tuple(own) for name, own in found.items()}))
@@ -262,6 +280,53 @@ def once_per_graph(find: Callable[[Graph, *Ts], T]) -> Callable[[Graph, *Ts], T]
         return found
 
     return known
+
+
+def united(names: Iterable[str], pairs: Iterable[tuple[str, str]]) -> Mapping[str, str]:
+    """Return the first name of each name's set; two names of a pair are in one set."""
+    above = {name: name for name in names}
+
+    def top(name: str) -> str:
+        while (higher := above.setdefault(name, name)) != name:
+            above[name] = name = above[higher]  # the next way is half as long
+        return name
+
+    for one, other in pairs:
+        above[top(other)] = top(one)
+    first = dict[str, str]()
+    return {name: first.setdefault(top(name), name) for name in above}
+
+
+@lru_cache(maxsize=1024)  # equal layers have equal cuts
+def before_cut(edges: tuple[tuple[int, int, int | None], ...]) -> frozenset[int]:
+    """Return the nodes on the side of node 0 in the minimum cut between 0 and 1.
+
+    An edge is (node, next node, size); edges without a size are never cut. This is the algorithm of
+    Edmonds and Karp: fill the shortest way to node 1 that has room, until no way has room. Nodes
+    from which a way with room still leads to node 1 lie behind the cut.
+    """
+    room: dict[int, dict[int, float]] = defaultdict(dict)
+    for begin, end, size in edges:
+        room[begin][end] = inf if size is None else size
+        room[end].setdefault(begin, 0)
+    if not {0, 1} <= room.keys():
+        return frozenset()
+    while True:
+        onward, waiting = {1: 1}, deque([1])
+        while waiting:
+            here = waiting.popleft()
+            new = [x for x in room[here] if x not in onward and room[x][here] > 0]
+            onward.update(dict.fromkeys(new, here))
+            waiting.extend(new)
+        if 0 not in onward:
+            return frozenset(room.keys() - onward.keys())
+        way = [0]
+        while way[-1] != 1:
+            way.append(onward[way[-1]])
+        more = min(room[x][y] for x, y in pairwise(way))
+        for x, y in pairwise(way):
+            room[x][y] -= more
+            room[y][x] += more
 
 
 def input_name(key: str, taken: Container[str]) -> str:

@@ -11,13 +11,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
-
-import networkx as nx
+from functools import cached_property
 
 from autopar.planner.costs.kernels.kernels import memory_seconds
 from autopar.planner.costs.ops.case import OpCase, OpSeconds
-from autopar.planner.graph.graph import Graph
+from autopar.planner.graph.graph import Graph, before_cut, united
 from autopar.planner.graph.ops import Op, TensorOrigin
 from autopar.planner.rules.rule import OpKind, Traffic
 from autopar.planner.rules.table import kind_of, rule_of
@@ -184,22 +182,23 @@ class _Layer:
         Otherwise a kernel could need the result of a product that needs a result of this kernel.
         """
         depth: dict[str, int] = {}
-        joined: nx.Graph = nx.Graph()
+        joined: list[tuple[str, str]] = []
         for op in self.ops:
             makers = [self.makers[name] for name in self.inputs[op.name] if name in self.makers]
             depth[op.name] = max(
                 (depth[one.name] + (not (is_fused(one) and is_fused(op))) for one in makers),
                 default=0,
             )
-            if is_fused(op):
-                joined.add_node(op.name)
-                joined.add_edges_from(
-                    (one.name, op.name)
-                    for one in makers
-                    if is_fused(one) and depth[one.name] == depth[op.name]
-                )
-        groups = list(nx.connected_components(joined))
-        return [[op for op in self.ops if op.name in group] for group in groups]
+            joined += [
+                (one.name, op.name)
+                for one in makers
+                if is_fused(one) and is_fused(op) and depth[one.name] == depth[op.name]
+            ]
+        fused, groups = list(filter(is_fused, self.ops)), defaultdict[str, list[Op]](list)
+        first = united((op.name for op in fused), joined)
+        for op in fused:
+            groups[first[op.name]].append(op)
+        return list(groups.values())
 
     @cached_property
     def network(self) -> _Network:
@@ -261,7 +260,7 @@ def _saved(layer: _Layer, size: Callable[[str], int]) -> frozenset[str]:
     a minimum cut, as in torch's partitioner.
     """
     sides, must, edges = layer.network
-    before = _before_cut(tuple((a, b, x and size(x[0]) * x[1]) for a, b, x in edges))
+    before = before_cut(tuple((a, b, x and size(x[0]) * x[1]) for a, b, x in edges))
     return must | {x for x, begin, end in sides if begin in before and end not in before}
 
 
@@ -270,18 +269,6 @@ _Size = tuple[str, int] | None
 # tensors that may be saved, each with its two nodes; those that must be; the edges
 _Network = tuple[list[tuple[str, int, int]], frozenset[str], list[tuple[int, int, _Size]]]
 _FORWARD, _BACKWARD = ("", "forward"), ("", "backward")
-
-
-@lru_cache(maxsize=1024)  # equal layers have equal cuts
-def _before_cut(edges: tuple[tuple[int, int, int | None], ...]) -> frozenset[int]:
-    """Return the nodes on the side of node 0 in the minimum cut between 0 and 1."""
-    cut: nx.DiGraph = nx.DiGraph()
-    for begin, end, size in edges:
-        cut.add_edge(begin, end, **({} if size is None else {"capacity": size}))
-    if 0 not in cut or 1 not in cut:
-        return frozenset()
-    _, (before, _) = nx.minimum_cut(cut, 0, 1)
-    return frozenset(before)
 
 
 def _savers(layer: _Layer, saved: frozenset[str]) -> Iterator[tuple[str, tuple[str, ...]]]:

@@ -17,11 +17,9 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
-from networkx.utils import UnionFind
-
 from autopar.planner.axes.infer import GraphAxes
 from autopar.planner.errors import InfeasibleError, InputError
-from autopar.planner.graph.graph import Graph, once_per_graph
+from autopar.planner.graph.graph import Graph, once_per_graph, united
 from autopar.planner.graph.layouts import WHOLE, Layout, LayoutKind, OpLayout
 from autopar.planner.graph.ops import Op
 from autopar.planner.layers import Layer, Layers
@@ -65,19 +63,14 @@ class Slots:
 @once_per_graph
 def find_slots(graph: Graph, axes: GraphAxes, layers: Layers) -> Slots:
     """Return the slots of all tensors and axes of a graph."""
-    tensors, names = UnionFind(graph.tensors), UnionFind(axes.names)
-    for first, other in _pairs_at_one_position(layers):
-        tensors.union(first, other)
-        for mine, theirs in zip(axes.dims[first], axes.dims[other], strict=True):
-            for a, b in zip(leaves(mine), leaves(theirs), strict=False):
-                names.union(a.name, b.name)
-    return Slots(tensors=_firsts(tensors), axes=_firsts(names))
-
-
-def _firsts(unions: UnionFind) -> Mapping[str, str]:
-    """Return the first name of each set of united names."""
-    first: dict[str, str] = {}
-    return {name: first.setdefault(unions[name], name) for name in unions}
+    pairs = tuple(_pairs_at_one_position(layers))
+    alike = (
+        (a.name, b.name)
+        for one, other in pairs
+        for mine, theirs in zip(axes.dims[one], axes.dims[other], strict=True)
+        for a, b in zip(leaves(mine), leaves(theirs), strict=False)
+    )
+    return Slots(tensors=united(graph.tensors, pairs), axes=united(axes.names, alike))
 
 
 def own_layouts(
