@@ -481,7 +481,7 @@ def test_plans_that_need_less_memory_may_be_the_fastest(
 
 
 def test_one_microbatch_may_need_the_least_memory() -> None:
-    demands = {"objective": "memory", "offload": "none", "global_batch": 2}
+    demands: dict[str, Any] = {"objective": "memory", "offload": "none", "global_batch": 2}
     cluster = choose_cluster(1, "h100-sxm")
     found, whole = (
         planned(SMALL_GPT2, cluster, **demands, **more) for more in ({}, {"pins__microbatch": 2})
