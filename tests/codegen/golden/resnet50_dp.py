@@ -22,10 +22,9 @@ Memory of the fullest device: 5.299 GiB of 68.8 GiB (8%)
     gradients 122.3 MiB, activations 2.596 GiB, fragments 231.2 MiB, context 2.25 GiB, the rest
       109.8 MiB
 
-Why this plan: none of the 12 arrangements is faster. Compute + optimizer take 77% of the step.
-The next best, dp 8, no sharding, takes 15.86 ms (+1.7%): +410.6 us optimizer, -138.7 us elsewhere.
+Why this plan: none of the 4 arrangements is faster. Compute + optimizer take 77% of the step.
 """
-# Written by autopar 0.2.0 (checksum dd7ef7473a2f082c, plan 4d3c3d11a8dabd5f).
+# Written by autopar 0.2.0 (checksum a9ac9fe2fceecc6e, plan 4d3c3d11a8dabd5f).
 # Once you edit this file, autopar overwrites it only with --force.
 
 import sys

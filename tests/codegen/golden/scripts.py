@@ -32,7 +32,8 @@ def _llama_8b() -> Plan:
 
 
 def _resnet50() -> Plan:
-    return pinned_plan("resnet.py", ("size=50",), data=8, global_batch=512, **H100)
+    pins = {"zero_levels": (Zero.OPTIMIZER,), "global_batch": 512}
+    return pinned_plan("resnet.py", ("size=50",), data=8, **pins, **H100)
 
 
 def _t5() -> Plan:
