@@ -37,6 +37,7 @@ from autopar.planner.findings.optimizer_call import (
     parameters_for,
     schedule_end,
     stand_ins_of,
+    stepped_gradients,
     unlike_parts,
 )
 from autopar.planner.findings.writes import check_stepped_state
@@ -203,22 +204,22 @@ def _reach(make: Make, stand_ins: Sequence[StandIn]) -> Reach:
     """Return an optimizer's reach: change some elements, and see whether others' updates change."""
     # masks of elements to change: all those of every second parameter
     whole_ones = [torch.full((_count(one),), bool(n % 2)) for n, one in enumerate(stand_ins)]
-    if not _same_where_unchanged(make, stand_ins, whole_ones):
+    plain = _updates(make, stand_ins, [torch.zeros_like(one) for one in whole_ones])
+    if not _same_where_unchanged(make, stand_ins, plain, whole_ones):
         return Reach.MODEL
     second_halves = [torch.arange(_count(one)) >= (_count(one) + 1) // 2 for one in stand_ins]
     # every second element along each dim, as on a chessboard
     chessboards = [torch.ones(one.size).nonzero().sum(1) % 2 == 1 for one in stand_ins]
     masks = (second_halves, chessboards)
-    is_alone = all(_same_where_unchanged(make, stand_ins, changed) for changed in masks)
+    is_alone = all(_same_where_unchanged(make, stand_ins, plain, changed) for changed in masks)
     return Reach.NUMBER if is_alone else Reach.PARAMETER
 
 
 def _same_where_unchanged(
-    make: Make, stand_ins: Sequence[StandIn], changed: Sequence[Tensor]
+    make: Make, stand_ins: Sequence[StandIn], plain: Sequence[Tensor], changed: Sequence[Tensor]
 ) -> bool:
-    """Whether elements outside the masks `changed` get the same updates if those inside change."""
-    nothing = [torch.zeros_like(one) for one in changed]
-    plain, other = _updates(make, stand_ins, nothing), _updates(make, stand_ins, changed)
+    """Whether elements outside the masks get the updates `plain` if those inside change."""
+    other = _updates(make, stand_ins, changed)
     if not all(bool(one.isfinite().all()) for one in (*plain, *other)):
         raise ArithmeticError("updates of stand-ins tell nothing")
     largest = max((float(one.abs().max()) for one in plain), default=0.0)
@@ -253,13 +254,13 @@ def _stepped(
 
     `factors` multiply the gradients.
     """
-    optimizer, gradients = make(parameters), torch.Generator().manual_seed(1)
+    optimizer = make(parameters)
     for seed in (torch.manual_seed, random.seed, np.random.seed):
         seed(1)
     before, drawn = _other_states(optimizer), _SeesDraws()
-    for _ in range(STEPS):
-        for parameter, factor in zip(parameters, factors, strict=True):
-            parameter.grad = torch.randn(parameter.shape, generator=gradients) * factor
+    for gradients in stepped_gradients(optimizer, parameters):
+        for parameter, gradient, factor in zip(parameters, gradients, factors, strict=True):
+            parameter.grad = gradient * factor
         with drawn:
             optimizer.step()
     return optimizer, drawn.any or before != _other_states(optimizer)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -39,6 +39,7 @@ Make: TypeAlias = Callable[[Sequence[nn.Parameter]], Any]
 
 NAME = "stand_in_for"  # an attribute of a stand-in
 STEPS = 3  # in which an optimizer is tried
+_STEPS_OF_OWN_CODE = 12  # some code does more every fifth or tenth step
 LARGEST_DIFFERENCE = 1e-3  # relative to the largest update; larger differences count
 _LARGEST_DIM = 4  # larger dims are cut to this size in a stand-in
 
@@ -77,6 +78,26 @@ def _marked(values: Tensor, one: StandIn) -> nn.Parameter:
         marked_like(found, one.original)
     setattr(found, NAME, one.name)
     return found
+
+
+def stepped_gradients(
+    optimizer: Any, parameters: Sequence[nn.Parameter]
+) -> Iterator[Sequence[Tensor]]:
+    """Yield a gradient for each parameter in each step in which an optimizer is to be tried.
+
+    Each has a direction that stays, as in a training: some step sizes grow only then.
+    """
+    made = torch.Generator().manual_seed(1)
+    staying = [torch.randn(one.shape, generator=made) for one in parameters]
+    for _ in range(_STEPS_OF_OWN_CODE if _has_own_code(optimizer) else STEPS):
+        yield [one + torch.randn(one.shape, generator=made) / 2 for one in staying]
+
+
+def _has_own_code(optimizer: Any) -> bool:
+    """Whether the steps of an optimizer run code that is not torch's."""
+    step = inspect.unwrap(type(optimizer).step)
+    hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    return not step.__module__.startswith("torch.") or any(hooks)
 
 
 _Cut: TypeAlias = Callable[[Tensor], Tensor]  # returns a part of a parameter
@@ -127,15 +148,16 @@ def _updates_of_parts(
     Unless the optimizer `is_built` for the parts, it is made for the whole parameters, and steps
     the parts in their place, as in scripts under ZeRO.
     """
-    wholes, gradients = parameters_for(stand_ins), torch.Generator().manual_seed(1)
-    before = [cut(one.detach()).clone() for one in wholes]
-    parts = [_marked(one.clone(), of) for one, of in zip(before, stand_ins, strict=True)]
+    wholes = parameters_for(stand_ins)
+    # views: code behind a step may change the whole parameters that it was given
+    parts = [_marked(cut(one.detach()), of) for one, of in zip(wholes, stand_ins, strict=True)]
+    before = [one.detach().clone() for one in parts]
     optimizer = make(parts if is_built else wholes)
     if not is_built:
         _replace(optimizer, dict(zip(wholes, parts, strict=True)), cut)
-    for _ in range(STEPS):
-        for part, whole in zip(parts, wholes, strict=True):
-            part.grad = cut(torch.randn(whole.shape, generator=gradients)).clone()
+    for gradients in stepped_gradients(optimizer, wholes):
+        for part, gradient in zip(parts, gradients, strict=True):
+            part.grad = cut(gradient).clone()
         optimizer.step()
     return [one.detach() - was for one, was in zip(parts, before, strict=True)]
 

@@ -145,6 +145,8 @@ def test_one_that_takes_sparse_gradients_alone_is_refused() -> None:
         (lambda own: Centred(own, dim=0), Reach.PARAMETER, False),
         (lambda own: Centred(own, dim=1), Reach.PARAMETER, False),
         (lambda own: Clipped(own, lr=0.1), Reach.MODEL, False),
+        (lambda own: Renormed(own, lr=0.1), Reach.PARAMETER, False),
+        (lambda own: Growing(own, lr=0.01), Reach.MODEL, False),
     ],
 )
 def test_an_optimizer_is_known_by_what_changes_its_updates(
@@ -198,6 +200,38 @@ class Decayed(optim.SGD):
             for group in self.param_groups:
                 for one in group["params"]:
                     one.mul_(0.9 if one.ndim > 1 else 1)
+        return super().step(closure)
+
+
+class Renormed(optim.SGD):
+    """Gives matrices rows of length one, in every tenth step."""
+
+    steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        self.steps += 1
+        for group in self.param_groups if self.steps % 10 == 0 else ():
+            for one in group["params"]:
+                if one.ndim == 2:
+                    one.data.div_(one.data.norm(dim=1, keepdim=True))
+
+
+class Growing(optim.SGD):
+    """Takes larger steps the further all parameters have gone along their gradients (Prodigy)."""
+
+    start: list[torch.Tensor] | None = None
+
+    def step(self, closure: Any = None) -> Any:
+        stepped = [one for group in self.param_groups for one in group["params"]]
+        self.start = self.start or [one.detach().clone() for one in stepped]
+        gone = sum(
+            float((one.grad * (was - one.detach())).sum())
+            for one, was in zip(stepped, self.start, strict=True)
+        )
+        length = sum(float(one.grad.abs().sum()) for one in stepped)
+        for group in self.param_groups:
+            group["lr"] = max(group["lr"], gone / length)
         return super().step(closure)
 
 
