@@ -54,7 +54,7 @@ from autopar.runtime.checkpointing.states import (
 from autopar.runtime.checkpointing.writing import CheckpointSnapshot, complete
 from autopar.runtime.evaluation.evaluating import Evaluated
 from autopar.runtime.optimizer.outer import MOMENTUM, outer_of
-from autopar.runtime.optimizer.pieces import is_copy, local_tensor, value_of
+from autopar.runtime.optimizer.pieces import is_copy, local_tensor, put_setting, value_of
 from autopar.runtime.ranks.leaving import refuse
 from autopar.runtime.ranks.locations import Location
 from autopar.runtime.ranks.mesh import Mesh
@@ -121,7 +121,8 @@ def restore(checkpoint: Checkpoint, parts: Sequence[nn.Module], optimizer: Optim
             for key, stored in keys.get(target.name, {}).items():
                 restored = _restored_state(reader, target, stored, optimizer)
                 if key.startswith(GROUP):
-                    group_of(target, optimizer)[key.removeprefix(GROUP)] = restored
+                    group = group_of(target, optimizer)
+                    put_setting(optimizer, group, key.removeprefix(GROUP), restored)
                 elif key != MOMENTUM:
                     optimizer.state[target.parameter][key] = restored
                 elif outer is not None:

@@ -26,7 +26,11 @@ from autopar.runtime.checkpointing.owners import (
 from autopar.runtime.data_parallel.buckets import MEAN, Bucket, gradient_dtype
 from autopar.runtime.data_parallel.wrapping import buckets_of
 from autopar.runtime.optimizer.outer import outer_of
-from autopar.runtime.optimizer.pieces import ParameterPiece, changed_settings
+from autopar.runtime.optimizer.pieces import (
+    ParameterPiece,
+    changed_settings,
+    changes_settings,
+)
 from autopar.runtime.ranks.leaving import refuse
 from autopar.runtime.ranks.metrics import as_json
 from autopar.runtime.tensor.shards import Chunks, whole
@@ -280,15 +284,15 @@ def _state(target: SteppedTensor, optimizer: Optimizer) -> Mapping[str, Any]:
     return {**own, **outer.state_of(target.parameter)}
 
 
-GROUP = "group:"  # before the key of a number in the group of a parameter
+GROUP = "group:"  # before the key of a number in the group of a parameter, or of an attribute
 
 
 def _of_group(target: SteppedTensor, optimizer: Optimizer) -> Mapping[str, Any]:
-    """Return the numbers in a parameter's group that the optimizer's own steps change."""
-    if not (changed := changed_settings(optimizer)):
+    """Return the numbers that the optimizer's own steps change, in a parameter's group or on it."""
+    if not changes_settings(optimizer):
         return {}
-    group = group_of(target, optimizer)
-    return {f"{GROUP}{key}": group[key] for key in changed if key in group}
+    found = changed_settings(optimizer, group_of(target, optimizer))
+    return {f"{GROUP}{key}": number for key, number in found.items()}
 
 
 def group_of(target: SteppedTensor, optimizer: Optimizer) -> dict[str, Any]:

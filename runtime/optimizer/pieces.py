@@ -23,6 +23,7 @@ from autopar.runtime.ranks.transport import started_gather
 # attributes of an optimizer: its pieces, the functions that copy their values to parameters, and
 # the settings of its groups that its own steps change
 _PIECES, _SPREADING, _CHANGED = "stepped_pieces", "spreading", "changed_settings"
+_OWN = "self."  # before the name of an attribute of an optimizer, which is no key of a group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -125,24 +126,46 @@ def pieces_of(optimizer: Optimizer) -> tuple[ParameterPiece, ...] | None:
 
 
 def watch_settings(optimizer: Optimizer) -> None:
-    """Note which numbers in its groups an optimizer's own steps change: these are states, too."""
+    """Note which numbers an optimizer's own steps change, in its groups or as its attributes.
+
+    These numbers are states, too.
+    """
     changed: set[str] = optimizer.__dict__.setdefault(_CHANGED, set())
     before: list[dict[str, Any]] = []
 
     def begin(*_: Any) -> None:
-        before[:] = map(_numbers_of, optimizer.param_groups)
+        before[:] = map(_numbers_of, (*optimizer.param_groups, _attributes_of(optimizer)))
 
     def end(*_: Any) -> None:
-        for own, now in zip(before, map(_numbers_of, optimizer.param_groups), strict=False):
-            changed.update(key for key, number in now.items() if own.get(key) != number)
+        now = map(_numbers_of, (*optimizer.param_groups, _attributes_of(optimizer)))
+        for own, numbers in zip(before, now, strict=False):
+            changed.update(key for key, number in numbers.items() if own.get(key) != number)
 
     optimizer.register_step_pre_hook(begin)
     optimizer.register_step_post_hook(end)
 
 
-def changed_settings(optimizer: Optimizer) -> Sequence[str]:
-    """Return the names of the numbers in its groups that an optimizer's own steps have changed."""
-    return sorted(optimizer.__dict__.get(_CHANGED, ()))
+def changes_settings(optimizer: Optimizer) -> bool:
+    """Whether an optimizer's own steps have changed numbers in its groups or attributes."""
+    return bool(optimizer.__dict__.get(_CHANGED))
+
+
+def changed_settings(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the numbers of a group, and attributes, that an optimizer's own steps have changed."""
+    held = {**group, **_attributes_of(optimizer)}
+    return {key: held[key] for key in sorted(optimizer.__dict__[_CHANGED]) if key in held}
+
+
+def put_setting(optimizer: Optimizer, group: dict[str, Any], key: str, value: Any) -> None:
+    """Restore a number that an optimizer's own steps have changed."""
+    name = key.removeprefix(_OWN)
+    held = group if name == key else optimizer.__dict__
+    held[name] = value
+    optimizer.__dict__.setdefault(_CHANGED, set()).add(key)
+
+
+def _attributes_of(optimizer: Optimizer) -> dict[str, Any]:
+    return {f"{_OWN}{key}": one for key, one in optimizer.__dict__.items()}
 
 
 def _numbers_of(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -82,19 +82,21 @@ class Unlikely(Optimizer):
 
 
 class Counting(Optimizer):
-    """Keeps a number in its groups, as schedule-free optimizers do."""
+    """Keeps a number in its groups, as schedule-free optimizers do, and one as an attribute."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         super().__init__(parameters, {"steps": 0})
+        self.total = 0.0
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         del closure
+        self.total += 0.5
         for group in self.param_groups:
             group["steps"] += 1
             for one in group["params"]:
                 if one.grad is not None:
-                    one.add_(one.grad, alpha=-0.1 / group["steps"])
+                    one.add_(one.grad, alpha=-0.1 * self.total / group["steps"] ** 2)
 
 
 FACTORIES: dict[str, Factory] = {
