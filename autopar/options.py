@@ -311,8 +311,7 @@ def request_of(
     """Check options and return them as a request; `demands` are as in `DemandOptions`."""
     # not needed by --help and completion
     from autopar.notes import note_profile
-    from autopar.planner.plan.declared.file import gathered_constraints
-    from autopar.planner.plan.declared.limits import check_work
+    from autopar.planner.plan.declared.file import check_work, gathered_constraints
     from autopar.planner.profile.measured import read_measurements
     from autopar.planning import Request
 

@@ -30,11 +30,11 @@ from autopar.planner.cluster.file import device_for
 from autopar.planner.cluster.toml_reading import bytes_text, seconds_text
 from autopar.planner.errors import InputError
 from autopar.planner.files import MOST_DEVICES, check_writable, refuse_others, write_whole
+from autopar.planner.findings import with_moments
 from autopar.planner.findings.optimizer import optimizer_traits
 from autopar.planner.inspection import inspect_graph
 from autopar.planner.layers import find_layers
 from autopar.planner.model.model_file import load_model_file
-from autopar.planner.plan.declared.limits import with_moments
 from autopar.planner.plan.files.document import read_plan
 from autopar.planner.plan.plan import Plan
 from autopar.planner.plan.traced import with_model

@@ -87,7 +87,8 @@ class StepView:
     counting: Source  # the function that counts a batch's targets
     waits_for_last: Source  # a comment on work that waits for the last microbatch
     scales_loss: bool  # fp16
-    scaling: Source  # the argument that scales a pipeline's losses (fp16)
+    whole_gradients: Source  # a comment on gradients as large as on one device; empty without them
+    scaling: Source  # the argument that scales a pipeline's gradients
     parts: Source  # the rank's modules
     clipping: Source
 

@@ -41,7 +41,7 @@ from autopar.planner.graph.ops import Ref
 from autopar.planner.model.functions import sources
 from autopar.planner.model.guard import folder_from, import_name
 from autopar.planner.model.model_file import ModelFile
-from autopar.planner.plan.declared.limits import least_rows
+from autopar.planner.plan.declared.limits import least_rows, takes_whole_gradients
 from autopar.planner.plan.plan import Plan
 from autopar.planner.rules.rule import is_random
 from autopar.runtime.ranks.user_code import source_digest
@@ -300,6 +300,14 @@ def first_step(plan: Plan, subject: PlannedSubject) -> Source:
     if subject.opened.own_rows:
         arguments += [*_own_rows(subject.opened), "rows=MICROBATCH"]
     return Source(call("check_first_step", *arguments).laid_out(before=15, indent=8))
+
+
+def whole_gradients(plan: Plan) -> Source:
+    """Return a comment on why losses are divided by the number of data ranks, or ""."""
+    if not takes_whole_gradients(plan.graph, plan.arrangement):
+        return Source("")
+    named = [one.name for one in plan.graph.own_backwards]
+    return Source(f"so {(named or ['a hook'])[0]} gets gradients as large as on one device")
 
 
 def plain_model(plan: Plan, subject: PlannedSubject) -> Source:

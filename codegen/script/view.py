@@ -45,6 +45,7 @@ from autopar.codegen.script.model_calls import (
     reading,
     seeding,
     waits_for_last,
+    whole_gradients,
     why_weighed,
 )
 from autopar.codegen.script.parameter_tables import (
@@ -143,7 +144,7 @@ def _build(plan: Plan, subject: PlannedSubject, tables: ScriptTables) -> BuildVi
 
 
 def _step(plan: Plan, subject: PlannedSubject, calls: ModelCalls, tables: ScriptTables) -> StepView:
-    opened, scales = subject.opened, plan.arrangement.precision.scales_loss
+    opened = subject.opened
     splits_loss, loss = opened.loss is not None, _loss(opened, calls)
     return StepView(
         is_pipelined=_is_pipelined(plan),
@@ -155,8 +156,9 @@ def _step(plan: Plan, subject: PlannedSubject, calls: ModelCalls, tables: Script
         loss_is_given=loss.startswith("loss_in("),
         counting=Source(_counting(opened)),
         waits_for_last=waits_for_last(plan.arrangement),
-        scales_loss=scales,
-        scaling=Source(", scale=loss_scale.value" if scales else ""),
+        scales_loss=plan.arrangement.precision.scales_loss,
+        whole_gradients=whole_gradients(plan),
+        scaling=_scaling(plan),
         parts=rank_modules(plan),
         clipping=_clipping(plan, tables),
     )
@@ -189,6 +191,13 @@ def _training(plan: Plan, subject: PlannedSubject, tables: ScriptTables) -> Trai
         units=units_per_step(plan.model),
         unit=unit_word(plan.model),
     )
+
+
+def _scaling(plan: Plan) -> Source:
+    """Return the argument that scales the gradients of a pipeline's losses, or ""."""
+    if plan.arrangement.precision.scales_loss:
+        return Source(", scale=loss_scale.value")
+    return Source(", scale=1 / mesh.data.size" if whole_gradients(plan) else "")
 
 
 def _counting(opened: OpenedSource) -> str:

@@ -184,7 +184,7 @@ _FROM: Mapping[str, str] = MappingProxyType(
         ),
         "autopar.runtime.optimizer": (
             "LossScale OuterOptimizer adamw build_optimizer build_scheduler clip_by_global_norm "
-            "sum_replicated warmup_cosine"
+            "multiply_gradients sum_replicated warmup_cosine"
         ),
         "autopar.runtime.pipeline": ("Pipeline Stage Tie build_schedule stage_at stage_indices"),
         "autopar.runtime.ranks": (

@@ -5,9 +5,11 @@ This file has the properties of an optimizer and its schedule, as data that need
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum, StrEnum, auto
 from typing import NamedTuple
+
+from autopar.planner.graph.graph import Graph
 
 
 class ScheduleEnd(NamedTuple):
@@ -47,3 +49,14 @@ class OptimizerTraits:
     draws: bool = False  # its step draws random numbers
     own_tensors: tuple[str, ...] = ()  # see `own_tensors` in optimizer_call.py
     ends: ScheduleEnd | None = None  # where its schedule fails
+
+
+def with_moments(graph: Graph, traits: OptimizerTraits | None) -> Graph:
+    """Return the graph with the number of the optimizer's states for each parameter."""
+    if traits is None:
+        return graph
+    moments = iter(traits.moments)
+    parameters = tuple(
+        replace(one, moments=next(moments)) if one.trainable else one for one in graph.parameters
+    )
+    return replace(graph, parameters=parameters)

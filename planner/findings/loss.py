@@ -268,7 +268,9 @@ class _LossReader:
         self.zeros = {out for op in zeros for out in op.outputs}  # a sum may start with them
         for tensor in graph.tensors.values():
             if tensor.origin is not TensorOrigin.OP:
-                self.follows[tensor.name] = self._of_shape(tensor.name) or Follows.ALIKE
+                is_sum = tensor.origin is TensorOrigin.GRADIENT  # of a weight
+                other = Follows.SUM if is_sum else Follows.ALIKE
+                self.follows[tensor.name] = self._of_shape(tensor.name) or other
 
     def read(self) -> None:
         """Read all ops."""
@@ -290,7 +292,7 @@ class _LossReader:
         if all(kind is Follows.ALIKE for kind in kinds):
             return Follows.ALIKE
         rule = rule_out_of_place(op.target)  # in-place ops behave like their out-of-place forms
-        if rule.kind is OpKind.NEW:
+        if rule.kind in (OpKind.NEW, OpKind.LIKE):
             return Follows.ALIKE
         if self._has_own_gradients(op):
             return Follows.MEETS
@@ -333,6 +335,10 @@ class _LossReader:
     def _of_numbers(self, op: Op, rule: Rule) -> Follows:
         if rule.kind in _SCALING:
             return self._scaled(op, rule.kind)
+        varying = list(dict.fromkeys(self._varying(op)))
+        adds = isinstance(op.given(rule.added), Ref)
+        if rule.linear is Linear.EACH and len(varying) == 1 and not adds:
+            return self.follows[varying[0]]
         is_linear = rule.linear not in (Linear.UNKNOWN, Linear.NO)
         if is_linear or rule.kind.keeps_entries or rule.kind in _KEEPING:
             return self._added(op)

@@ -5,6 +5,10 @@ has a stride: by how much it grows from one row to the next. Sums and products w
 have other strides. An index that has the stride of the indexed rows (`x[torch.arange(B), last]`)
 finds every row itself, also in a part of the batch. Any other use of a stride depends on a row's
 place.
+
+A mixture of experts sorts rows by expert, multiplies each group by its expert's matrix, and puts
+every row back in its place. Rows do not affect each other if no op combines a tensor in the order
+of a sort with a tensor in another order.
 """
 
 from __future__ import annotations
@@ -156,7 +160,7 @@ def _is_of_rows(graph: Graph, name: str) -> bool:
 
 # arguments of which all numbers together decide each result
 _SETS = ("boundaries", "sorted_sequence", "test_elements")
-_SELECTING = (OpKind.INDEX, OpKind.BAG, OpKind.GROUPED, OpKind.VALUES)
+_SELECTING = (OpKind.INDEX, OpKind.BAG, OpKind.GROUPED, OpKind.VALUES, OpKind.SLICES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,3 +285,110 @@ def _order(dim: Dim) -> tuple[int, ...]:
             return tuple(times * one for one in inner)
         times *= size_of(factor).at(0)
     return (times,)
+
+
+_NATURAL = ""  # the order of the batch's rows
+# Ops on the indices of a sort whose result still counts as indices of its rows: index // k and
+# index % k (each row is sorted k times, once for each of its experts), and expanding them.
+_KEEPING_INDICES = (OpKind.DIVISION, OpKind.QUOTIENT, OpKind.EXPAND)
+
+
+def grouped_rows(graph: Graph) -> frozenset[str]:
+    """Return the names of the sorts of integers, and of the grouped products, that mix no rows."""
+    reader = _OrderReader(graph)
+    for op in graph.ops:
+        reader.read(op)
+    return frozenset(op for op, sort in reader.sorts.items() if sort not in reader.mixed)
+
+
+class _OrderReader:
+    """Finds the order of each tensor's rows: the original one, or that of a sort."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.order: dict[str, str] = {}  # tensor → the sort that its rows are ordered by
+        self.places: dict[str, str] = {}  # tensor → the sort whose row indices it holds
+        self.ways_back: dict[str, str] = {}  # tensor → the sort that indexing by it undoes
+        self.sorts: dict[str, str] = {}  # a sort, its inverse, or a grouped product → the sort
+        self.mixed: set[str] = set()
+
+    def read(self, op: Op) -> None:
+        kind = kind_of(op)
+        if kind in (OpKind.SORT, OpKind.ARGSORT) and self._sorts_groups(op):
+            self._sort(op)
+        elif kind is OpKind.INDEX and len(op.inputs) == 2:
+            self._take(op, *op.inputs)
+        elif kind is OpKind.WRITE_AT and self._inverts(op):
+            self.ways_back[op.outputs[0]] = self.places[op.inputs[1]]
+        elif kind is OpKind.ADD_AT and self._returns(op):
+            return
+        elif kind not in (OpKind.COUNT, OpKind.LIKE):
+            self._keep_order(op, kind)
+
+    def _sorts_groups(self, op: Op) -> bool:
+        given = self.graph.tensors[op.inputs[0]]
+        return given.is_whole_numbered and len(given.shape) == 1 and bool(self._rows(given.name))
+
+    def _sort(self, op: Op) -> None:
+        (given,), places = op.inputs, op.outputs[-1]
+        if given in self.places:  # sorting the indices of a sort gives the inverse permutation
+            self.ways_back[places] = self.sorts[op.name] = self.places[given]
+            return
+        self._mix(given)
+        self.sorts[op.name] = op.name
+        self.order.update(dict.fromkeys(op.outputs, op.name))
+        self.places[places] = op.name
+
+    def _inverts(self, op: Op) -> bool:
+        """Whether an op writes row numbers to the places that a sort's indices name."""
+        if len(op.inputs) != 3 or op.inputs[1] not in self.places:
+            return False
+        maker = self.graph.index.made_by.get(op.inputs[2])
+        return maker is not None and kind_of(maker) is OpKind.RANGE
+
+    def _returns(self, op: Op) -> bool:
+        """Whether an op adds rows in the order of a sort back to their original places."""
+        target, places, added = op.inputs
+        order = self.places.get(places, _NATURAL)
+        return order == self.order.get(added) and target not in self.order
+
+    def _take(self, op: Op, source: str, index: str) -> None:
+        """Record the result's order: a sort's indices give its order, their inverse undoes it."""
+        made, order = op.outputs[0], self.order.get(source, _NATURAL)
+        if index in self.places and order == _NATURAL:
+            self.order[made] = self.places[index]
+        elif index in self.ways_back and order == self.ways_back[index]:
+            return
+        elif not self._rows(source) and index not in self.ways_back:
+            # entries of a table that has no rows of the batch (a bias for each expert): they are
+            # in the order of the index
+            self.order[made] = self.order.get(index, _NATURAL)
+        else:
+            self._mix(source, index)
+
+    def _keep_order(self, op: Op, kind: OpKind) -> None:
+        rowed = [one for one in op.inputs if self._rows(one)]
+        orders = {self.order.get(one, _NATURAL) for one in rowed}
+        leads_back = any(one in self.ways_back for one in op.inputs)
+        if orders <= {_NATURAL} and not leads_back:
+            return
+        kept = [out for out in op.outputs if self._rows(out)]
+        is_as_long = len({self._rows(one) for one in (*rowed[:1], *kept)}) == 1
+        if leads_back or len(orders) > 1 or not is_as_long:
+            self._mix(*op.inputs)
+            return
+        (order,) = orders
+        self.order.update(dict.fromkeys(kept, order))
+        if (kind.keeps_entries or kind in _KEEPING_INDICES) and op.inputs[0] in self.places:
+            self.places.update(dict.fromkeys(kept, order))
+        if kind is OpKind.GROUPED:
+            self.sorts[op.name] = order
+
+    def _rows(self, name: str) -> Extent | None:
+        """Return the number of rows, if the first size of a tensor depends on the batch."""
+        shape = self.graph.tensors[name].shape
+        return shape[0] if shape and not shape[0].is_constant else None
+
+    def _mix(self, *names: str) -> None:
+        sorts = (self.order, self.places, self.ways_back)
+        self.mixed.update(own[name] for own in sorts for name in names if own.get(name))

@@ -1,13 +1,16 @@
-"""Finds ops that mix or reorder rows of a batch, and random numbers that all rows share.
+"""Finds ops that mix the rows of a batch, and random numbers that all rows share.
 
-A mixture of experts sorts rows by expert, multiplies each group by its expert's matrix, and puts
-every row back in its place. Rows do not affect each other if no op combines a tensor in the order
-of a sort with a tensor in another order.
+Also judges backwards that the model's code defines. Such a backward gets the gradients of a part of
+the batch. The gradients of rows must depend on their own rows alone, and those of weights must be
+sums over rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from math import prod
+from types import MappingProxyType
 
 from autopar.planner.findings.loss import (
     Follows,
@@ -17,12 +20,12 @@ from autopar.planner.findings.loss import (
     is_weighed_division,
     loss_of_parts,
 )
-from autopar.planner.findings.places import row_places
+from autopar.planner.findings.places import grouped_rows, row_places
 from autopar.planner.findings.writes import written_buffers
-from autopar.planner.graph.graph import Graph, once_per_graph
-from autopar.planner.graph.ops import BATCH, Extent, Op
-from autopar.planner.rules.rule import OpKind, is_random
-from autopar.planner.rules.table import kind_of, takes_statistics
+from autopar.planner.graph.graph import BackwardFault, Graph, OwnBackward, once_per_graph
+from autopar.planner.graph.ops import BATCH, Extent, Op, Ref, TensorOrigin
+from autopar.planner.rules.rule import Linear, OpKind, is_random
+from autopar.planner.rules.table import kind_of, rule_out_of_place, takes_statistics
 
 
 def norm_of_rows(graph: Graph) -> Op | None:
@@ -37,113 +40,6 @@ def norm_of_rows(graph: Graph) -> Op | None:
     return None
 
 
-_NATURAL = ""  # the order of the batch's rows
-# Ops on the indices of a sort whose result still counts as indices of its rows: index // k and
-# index % k (each row is sorted k times, once for each of its experts), and expanding them.
-_KEEPING_INDICES = (OpKind.DIVISION, OpKind.QUOTIENT, OpKind.EXPAND)
-
-
-def grouped_rows(graph: Graph) -> frozenset[str]:
-    """Return the names of the sorts of integers, and of the grouped products, that mix no rows."""
-    reader = _OrderReader(graph)
-    for op in graph.ops:
-        reader.read(op)
-    return frozenset(op for op, sort in reader.sorts.items() if sort not in reader.mixed)
-
-
-class _OrderReader:
-    """Finds the order of each tensor's rows: the original one, or that of a sort."""
-
-    def __init__(self, graph: Graph) -> None:
-        self.graph = graph
-        self.order: dict[str, str] = {}  # tensor → the sort that its rows are ordered by
-        self.places: dict[str, str] = {}  # tensor → the sort whose row indices it holds
-        self.ways_back: dict[str, str] = {}  # tensor → the sort that indexing by it undoes
-        self.sorts: dict[str, str] = {}  # a sort, its inverse, or a grouped product → the sort
-        self.mixed: set[str] = set()
-
-    def read(self, op: Op) -> None:
-        kind = kind_of(op)
-        if kind in (OpKind.SORT, OpKind.ARGSORT) and self._sorts_groups(op):
-            self._sort(op)
-        elif kind is OpKind.INDEX and len(op.inputs) == 2:
-            self._take(op, *op.inputs)
-        elif kind is OpKind.WRITE_AT and self._inverts(op):
-            self.ways_back[op.outputs[0]] = self.places[op.inputs[1]]
-        elif kind is OpKind.ADD_AT and self._returns(op):
-            return
-        elif kind not in (OpKind.COUNT, OpKind.LIKE):
-            self._keep_order(op, kind)
-
-    def _sorts_groups(self, op: Op) -> bool:
-        given = self.graph.tensors[op.inputs[0]]
-        return given.is_whole_numbered and len(given.shape) == 1 and bool(self._rows(given.name))
-
-    def _sort(self, op: Op) -> None:
-        (given,), places = op.inputs, op.outputs[-1]
-        if given in self.places:  # sorting the indices of a sort gives the inverse permutation
-            self.ways_back[places] = self.sorts[op.name] = self.places[given]
-            return
-        self._mix(given)
-        self.sorts[op.name] = op.name
-        self.order.update(dict.fromkeys(op.outputs, op.name))
-        self.places[places] = op.name
-
-    def _inverts(self, op: Op) -> bool:
-        """Whether an op writes row numbers to the places that a sort's indices name."""
-        if len(op.inputs) != 3 or op.inputs[1] not in self.places:
-            return False
-        maker = self.graph.index.made_by.get(op.inputs[2])
-        return maker is not None and kind_of(maker) is OpKind.RANGE
-
-    def _returns(self, op: Op) -> bool:
-        """Whether an op adds rows in the order of a sort back to their original places."""
-        target, places, added = op.inputs
-        order = self.places.get(places, _NATURAL)
-        return order == self.order.get(added) and target not in self.order
-
-    def _take(self, op: Op, source: str, index: str) -> None:
-        """Record the result's order: a sort's indices give its order, their inverse undoes it."""
-        made, order = op.outputs[0], self.order.get(source, _NATURAL)
-        if index in self.places and order == _NATURAL:
-            self.order[made] = self.places[index]
-        elif index in self.ways_back and order == self.ways_back[index]:
-            return
-        elif not self._rows(source) and index not in self.ways_back:
-            # entries of a table that has no rows of the batch (a bias for each expert): they are
-            # in the order of the index
-            self.order[made] = self.order.get(index, _NATURAL)
-        else:
-            self._mix(source, index)
-
-    def _keep_order(self, op: Op, kind: OpKind) -> None:
-        rowed = [one for one in op.inputs if self._rows(one)]
-        orders = {self.order.get(one, _NATURAL) for one in rowed}
-        leads_back = any(one in self.ways_back for one in op.inputs)
-        if orders <= {_NATURAL} and not leads_back:
-            return
-        kept = [out for out in op.outputs if self._rows(out)]
-        is_as_long = len({self._rows(one) for one in (*rowed[:1], *kept)}) == 1
-        if leads_back or len(orders) > 1 or not is_as_long:
-            self._mix(*op.inputs)
-            return
-        (order,) = orders
-        self.order.update(dict.fromkeys(kept, order))
-        if (kind.keeps_entries or kind in _KEEPING_INDICES) and op.inputs[0] in self.places:
-            self.places.update(dict.fromkeys(kept, order))
-        if kind is OpKind.GROUPED:
-            self.sorts[op.name] = order
-
-    def _rows(self, name: str) -> Extent | None:
-        """Return the number of rows, if the first size of a tensor depends on the batch."""
-        shape = self.graph.tensors[name].shape
-        return shape[0] if shape and not shape[0].is_constant else None
-
-    def _mix(self, *names: str) -> None:
-        sorts = (self.order, self.places, self.ways_back)
-        self.mixed.update(own[name] for own in sorts for name in names if own.get(name))
-
-
 _ALONG = (OpKind.ALONG, OpKind.SOFTMAX, OpKind.SORT, OpKind.ARGSORT)
 _TAKING = (OpKind.PART, OpKind.PARTS)
 
@@ -156,19 +52,30 @@ def meeting_rows(graph: Graph) -> Op | None:
     halves of a batch; use a result of all rows in each row (centering); compute with the number of
     rows, or with their places; take a nonlinear function, such as a root, of a mean or sum over
     rows; write a result of rows to a buffer; or normalise rows by their statistics. torch's own
-    batch norms do not count: they share their statistics over all ranks.
+    batch norms do not count: they share their statistics over all ranks. It may also be an op of a
+    backward that the model's code defines.
     """
-    of_parts, grouped, placed = all_of_parts(graph), grouped_rows(graph), row_places(graph)
-    for op in graph.ops:
+    of_parts = all_of_parts(graph)
+    met = _first_met(graph, graph.ops, of_parts)
+    if met is None and of_parts[graph.loss] is Follows.MEETS:
+        met = loss_of_parts(graph).op
+    return met or next(iter(graph.met_backwards), None)
+
+
+def _first_met(
+    graph: Graph, ops: Iterable[Op], of_parts: Mapping[str, Follows], *, may_count: bool = False
+) -> Op | None:
+    """Return the first of some ops that combines rows; with `may_count`, they may count rows."""
+    grouped, placed = grouped_rows(graph), row_places(graph)
+    uses = (_shares_result, _writes_result, *((_uses_row_count,) * (not may_count)))
+    for op in ops:
         if op.name in grouped:
             continue
         if op.name in placed.counting | placed.along:
             return op
-        if any(by(op, graph) for by in _MEETING):
+        if any(by(op, graph) for by in _MEETING) or any(by(op, graph, of_parts) for by in uses):
             return op
-        if any(by(op, graph, of_parts) for by in (_shares_result, _uses_row_count, _writes_result)):
-            return op
-    return loss_of_parts(graph).op if of_parts[graph.loss] is Follows.MEETS else None
+    return None
 
 
 def use_of_places(met: Op, graph: Graph) -> str:
@@ -247,12 +154,45 @@ def _normalises_alone(op: Op, graph: Graph) -> bool:
     return op.call not in graph.calls or not graph.calls[op.call].is_batch_norm
 
 
+def _limits_norms(op: Op, graph: Graph) -> bool:
+    """Whether an op limits norms of slices that have elements of several rows."""
+    if kind_of(op) is not OpKind.SLICES:
+        return False
+    shape = graph.tensors[op.inputs[0]].shape
+    others = (size for place, size in enumerate(shape) if place != op.number("dim") % len(shape))
+    return not all(size.is_constant for size in others)
+
+
+def _strides_over_rows(op: Op, graph: Graph) -> bool:
+    """Whether a view by strides may have elements of several rows in a row."""
+    if kind_of(op) is not OpKind.STRIDED or not _varying(graph, op.outputs[0]):
+        return False
+    (count, *sizes), (rows, *rest) = (
+        graph.tensors[name].shape for name in (op.inputs[0], op.outputs[0])
+    )
+    given = op.argument("stride")
+    strides = [one for one in given if isinstance(one, int)] if isinstance(given, tuple) else []
+    is_known = rows == count and all(size.is_constant for size in (*sizes, *rest))
+    if not is_known or len(strides) != 1 + len(rest):
+        return True
+    per_row = prod(size.at(1) for size in sizes)
+    ends = ((size.at(1) - 1) * stride for size, stride in zip(rest, strides[1:], strict=True))
+    return strides[0] != per_row or op.number("storage_offset") + sum(ends) >= per_row
+
+
 def _varying(graph: Graph, name: str) -> int:
     """Return how many sizes of a tensor depend on the batch."""
     return sum(not size.is_constant for size in graph.tensors[name].shape)
 
 
-_MEETING = (_compares_rows, _mixes_rows, _divides_by_frequency, _normalises_alone)
+_MEETING = (
+    _compares_rows,
+    _mixes_rows,
+    _divides_by_frequency,
+    _normalises_alone,
+    _limits_norms,
+    _strides_over_rows,
+)
 
 
 def may_be_uneven(graph: Graph) -> bool:
@@ -291,3 +231,141 @@ def drawn_once(graph: Graph) -> Op | None:
         if is_random(op) and not any(_varying(graph, name) for name in op.outputs):
             return op
     return None
+
+
+def squeezing_rows(graph: Graph) -> Op | None:
+    """Return the first op that drops the rows' dim if there is only one row."""
+    for op in graph.ops:
+        if op.target.split(".")[1] in ("squeeze", "squeeze_"):
+            shape = graph.tensors[op.inputs[0]].shape
+            given = dict(op.arguments).get("dim")
+            asked = given if isinstance(given, tuple) else (given,)
+            dims = range(len(shape)) if given is None else (d for d in asked if isinstance(d, int))
+            if any(not shape[dim].is_constant and shape[dim].at(1) == 1 for dim in dims):
+                return op
+    return None
+
+
+# --- backwards that the model's code defines -----------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracedBackward:
+    """A backward that the model's code defines, as a trace shows it; `why` it cannot, or "".
+
+    `given` pairs results of the forward with the gradients that the backward takes, `made` pairs
+    operands with the gradients that it returns ("": none). `ops` are the names of its ops.
+    """
+
+    name: str
+    where: str
+    why: str = ""
+    ops: tuple[str, ...] = ()
+    given: tuple[tuple[str, str], ...] = ()
+    made: tuple[tuple[str, str], ...] = ()
+
+
+def with_own_backwards(graph: Graph, whole: Graph, traced: Sequence[TracedBackward]) -> Graph:
+    """Return a graph with what its own backwards do to rows; `whole` has their ops, too."""
+    unread = BackwardFault.UNREAD
+    faults = [
+        OwnBackward(name=one.name, where=one.where, fault=unread, why=one.why)
+        for one in traced
+        if one.why
+    ]
+    whole = _with_counted_gradients(graph, whole, traced)
+    buffers = (one.name for one in graph.buffers)
+    kept = {op.name for op in graph.index.needed_for([graph.loss, *buffers])}
+    reader = _BackwardReader(whole, kept, all_of_parts(whole))
+    found = ((one, reader.met(one)) for one in traced if not one.why)
+    met = [replace(op, name=f"{op.name} of {own.name}") for own, op in found if op is not None]
+    faults += filter(None, map(reader.unscaled, (one for one in traced if not one.why)))
+    return replace(graph, own_backwards=tuple(dict.fromkeys(faults)), met_backwards=tuple(met[:1]))
+
+
+def _with_counted_gradients(graph: Graph, whole: Graph, traced: Sequence[TracedBackward]) -> Graph:
+    """Return the whole graph, in which the gradient of a number made of rows is a plain number.
+
+    Other gradients without rows are sums over rows: those of weights.
+    """
+    of_parts = all_of_parts(graph)
+    numbers = {
+        gradient: replace(whole.tensors[gradient], origin=TensorOrigin.CONSTANT)
+        for one in traced
+        for result, gradient in one.given
+        if of_parts[result] not in (Follows.ALIKE, Follows.ROWS)
+    }
+    return replace(whole, tensors=MappingProxyType({**whole.tensors, **numbers}))
+
+
+@dataclass(frozen=True, slots=True)
+class _BackwardReader:
+    """Tells what own backwards do; `kept` are the ops of the graph that the loss needs."""
+
+    graph: Graph
+    kept: Set[str]
+    of_parts: Mapping[str, Follows]
+
+    def met(self, own: TracedBackward) -> Op | None:
+        """Return the op of a backward, or of a forward for it alone, in which rows meet, or None.
+
+        A backward of a number, such as a loss, may divide by the number of rows: a mean's does.
+        """
+        results = {self.of_parts[result] for result, _ in own.given}
+        is_of_number = not results <= {Follows.ALIKE, Follows.ROWS}
+        ops = [op for op in self._needed(own) if op.name not in self.kept]
+        ops += (
+            op for op in self.graph.ops if op.name in own.ops and written_buffers(op, self.graph)
+        )
+        met = _first_met(self.graph, ops, self.of_parts, may_count=is_of_number)
+        return met or self._odd(own, is_of_rows=Follows.ROWS in results)
+
+    def _needed(self, own: TracedBackward) -> Sequence[Op]:
+        return self.graph.index.needed_for(gradient for _, gradient in own.made if gradient)
+
+    def _odd(self, own: TracedBackward, *, is_of_rows: bool) -> Op | None:
+        """Return the op that makes a gradient that parts of a batch would make otherwise, or None.
+
+        The gradient of a weight must be a sum over rows. Any other, such as that of a loss among
+        the operands, must be a multiple of a gradient that the backward is given: each microbatch
+        adds up what is not, whatever its weight.
+        """
+        index, given = self.graph.index, [gradient for _, gradient in own.given]
+        reached = {*given, *(out for op in index.reached_from(given) for out in op.outputs)}
+        for operand, gradient in own.made:
+            maker = index.made_by.get(gradient)
+            follows = self.of_parts.get(gradient, Follows.SUM)
+            if maker is None or "zeros" in maker.target:
+                continue
+            if self.of_parts[operand] is Follows.ROWS:
+                is_odd = not is_of_rows and gradient not in reached
+            elif follows is Follows.ALIKE:
+                is_odd = gradient not in reached
+            else:
+                is_odd = follows not in (Follows.SUM, Follows.NEARLY)
+            if is_odd:
+                return maker
+        return None
+
+    def unscaled(self, own: TracedBackward) -> OwnBackward | None:
+        """Return the fault of a backward that may not be linear in the gradients given to it."""
+        scaled = {gradient for _, gradient in own.given}
+        for op in self._needed(own):
+            is_new = kind_of(op) in (OpKind.LIKE, OpKind.NEW)
+            if op.name in own.ops and not is_new and not scaled.isdisjoint(op.inputs):
+                if not _is_linear(op, scaled):
+                    fault, why = BackwardFault.UNSCALED, f"computes {op.name}"
+                    return OwnBackward(name=own.name, where=op.location, fault=fault, why=why)
+                scaled.update(op.outputs)
+        return None
+
+
+def _is_linear(op: Op, scaled: Set[str]) -> bool:
+    """Whether an op is linear in those of its inputs that are scaled, as far as the table knows."""
+    rule, varying = rule_out_of_place(op.target), [one in scaled for one in op.inputs]
+    added = op.given(rule.added)
+    if rule.linear is Linear.JOINTLY:
+        return all(varying) and (added is None or isinstance(added, Ref))
+    if rule.linear is Linear.FIRST or rule.kind is OpKind.DIVISION:
+        return varying[0] and not any(varying[1:]) and op.inputs[0] in op.tensors("self", "input")
+    return rule.linear is Linear.EACH and varying.count(True) == 1 and added is None

@@ -11,6 +11,7 @@ import hashlib
 from collections import defaultdict, deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from functools import cached_property, lru_cache, wraps
 from itertools import pairwise
 from math import inf
@@ -21,6 +22,7 @@ from autopar.planner.graph.ops import (
     Buffer,
     Constant,
     FunctionCall,
+    GradientUse,
     ModuleCall,
     Op,
     OwnGradient,
@@ -203,12 +205,33 @@ class GraphBreak:
     why: str  # as torch says it
 
 
+class BackwardFault(StrEnum):
+    """Why a backward that the model's code defines may train otherwise on a part of a batch."""
+
+    UNREAD = "unread"  # it cannot be traced
+    UNSCALED = "unscaled"  # twice the gradient does not give twice the result
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnBackward:
+    """A backward of an autograd.Function, of an op of a library, or a hook, with its fault.
+
+    `where` is the line of its definition, or of the op that is at fault; `why` names the reason.
+    """
+
+    name: str  # such as "Scale.backward"
+    where: str
+    fault: BackwardFault
+    why: str
+
+
 @dataclass(frozen=True, kw_only=True)  # no slots, because it carries its index
 class Graph:
     """A model with its loss; one trace serves every batch size.
 
     If the model makes its batch size a constant, at `fixed_at`, the graph serves only the size
-    `fixed_batch`. `recomputed_at` is where the model uses torch.utils.checkpoint, `autocast_at`
+    `fixed_batch`. At `lone_at` it decides whether there is a single row: then the graph is
+    another. `recomputed_at` is where the model uses torch.utils.checkpoint, `autocast_at`
     where it uses torch.autocast. `devices_meet_at` is where it combines a tensor on the CPU with
     one on another device, which fails. `was_noticed`: the model could see that it was traced, so in
     training it may pass other arguments to its modules, such as no mask.
@@ -224,6 +247,7 @@ class Graph:
     loss: str
     fixed_batch: int | None
     fixed_at: str = ""
+    lone_at: str = ""
     images: tuple[str, ...] = ()  # inputs that a script may put into channels_last on a GPU
     recomputed_at: str = ""
     autocast_at: str = ""
@@ -231,6 +255,8 @@ class Graph:
     was_noticed: bool = False
     functions: tuple[FunctionCall, ...] = ()  # an inner call comes before the call around it
     own_gradients: tuple[OwnGradient, ...] = ()
+    own_backwards: tuple[OwnBackward, ...] = ()  # those with a fault
+    met_backwards: tuple[Op, ...] = ()  # ops of own backwards in which the rows of a batch meet
     # paths of trainable parts in evaluation mode, if the graph would differ in training mode
     in_eval_mode: tuple[str, ...] = ()
     breaks: tuple[GraphBreak, ...] = ()  # of layers, which are therefore not compiled
@@ -238,6 +264,12 @@ class Graph:
     def learns(self, op: Op) -> bool:
         """Whether gradients flow through an op: one of its results requires a gradient."""
         return any(self.tensors[name].requires_grad for name in op.outputs)
+
+    @property
+    def unread_changes(self) -> Iterator[OwnGradient]:
+        """The places where a model changes gradients in a way that no trace shows."""
+        changed = (one for one in self.own_gradients if one.use is GradientUse.CHANGED)
+        return (one for one in changed if not one.is_read)
 
     @property
     def tokens_per_row(self) -> int:

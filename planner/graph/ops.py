@@ -165,6 +165,7 @@ class TensorOrigin(StrEnum):
     BUFFER = "buffer"
     CONSTANT = "constant"
     INPUT = "input"
+    GRADIENT = "gradient"  # what a backward of the model's own is given
     OP = "op"
 
 
@@ -309,13 +310,14 @@ class OwnGradient:
     """A place where a model uses gradients; code that changes or takes them cannot be printed.
 
     `call` is the module call, or LOSS_CALL in the loss function. `how` names the function of torch,
-    `where` is the line, or the module that has a hook.
+    `where` is the line, or the module of a hook. `is_read`: a trace shows what a hook computes.
     """
 
     call: str
     use: GradientUse
     how: str
     where: str
+    is_read: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

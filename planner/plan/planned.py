@@ -19,7 +19,8 @@ from autopar.planner.plan.declared.constraints import (
     Declared,
     check_names,
 )
-from autopar.planner.plan.declared.limits import check_tokens, with_batch, with_optimizer
+from autopar.planner.plan.declared.file import check_tokens
+from autopar.planner.plan.declared.limits import with_batch, with_optimizer
 from autopar.planner.plan.files.cache import NO_CACHE, Cache, CachedSearch, CachedTrial
 from autopar.planner.plan.files.document import cluster_document, parse_plan, plan_text
 from autopar.planner.plan.fleet import (

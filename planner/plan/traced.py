@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from autopar.planner.errors import AutoparError, ExitCode, InputError
-from autopar.planner.findings import OptimizerTraits
+from autopar.planner.findings import OptimizerTraits, with_moments
 from autopar.planner.graph.graph import Graph
 from autopar.planner.model.model_file import ModelFile, load_model_file, model_path
-from autopar.planner.plan.declared.limits import with_moments
 from autopar.planner.plan.plan import Model, Plan, StoredPlan, model_facts, source_hash, with_graph
 from autopar.planner.precision import Precision
 

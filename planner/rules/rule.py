@@ -102,6 +102,8 @@ class OpKind(StrEnum):
     CLAMP = "clamp"  # to a minimum
     RECURRENT = "recurrent"
     GROUPED = "grouped"  # products of groups of rows with one matrix each
+    STRIDED = "strided"  # a view by strides in memory
+    SLICES = "slices"  # each slice along a dim depends on all of its elements: renorm
     ALONG = "along"  # each result depends on other positions of a dim: cumsum, flip
     SORT = "sort"
     ARGSORT = "argsort"

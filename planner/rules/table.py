@@ -315,9 +315,9 @@ _RULES = (
     *_moving("complex polar", is_wide=True),
     *_moving("grid_sampler", alike="input grid"),
     *_moving("diagonal tril_ triu_ trace fill_diagonal_", kind=OpKind.DIAGONAL),
-    *_moving("histc bincount", kind=OpKind.COUNT),
+    *_moving("histc bincount", kind=OpKind.COUNT), *_moving("as_strided", kind=OpKind.STRIDED),
     *_moving("unique_dim _unique2 unique_consecutive unique_dim_consecutive", kind=OpKind.VALUES),
-    *_moving("cumprod logcumsumexp", kind=OpKind.ALONG),
+    *_moving("cumprod logcumsumexp", kind=OpKind.ALONG), *_moving("renorm", kind=OpKind.SLICES),
     *_moving("sort.stable", kind=OpKind.SORT),
     *_moving("argsort.stable", kind=OpKind.ARGSORT),
     *_moving("max_pool1d max_pool3d max_pool1d_with_indices max_pool2d_with_indices avg_pool3d "

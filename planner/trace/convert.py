@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -11,7 +12,8 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from autopar.planner.errors import SourceSpan, TraceError
+from autopar.planner.errors import AutoparError, SourceSpan, TraceError
+from autopar.planner.findings.rows import TracedBackward, with_own_backwards
 from autopar.planner.graph.graph import Graph
 from autopar.planner.graph.ops import LOSS_CALL, Op, Ref, TensorOrigin, Value, refs
 from autopar.planner.rules.rule import OpKind
@@ -68,6 +70,8 @@ class _Converter:
         self.values = Values(exported, self.names, self.ledger)
         self.ops: list[Op] = []
         self.calls = Calls(exported.recording, self.values, self.ops)
+        # where a backward of the model's own was traced: its record, and what it reads
+        self.backwards: list[tuple[record.RecordedBackward, Sequence[Value]]] = []
         self.bodies = bodies(self.program.graph_module)
         modules = self.program.graph_module.modules()
         graphs = (part.graph for part in modules if isinstance(part, fx.GraphModule))
@@ -86,7 +90,7 @@ class _Converter:
         )
         graph = Graph(
             ops=tuple(self.ops),
-            tensors=MappingProxyType(self.ledger.tensors),
+            tensors=MappingProxyType(dict(self.ledger.tensors)),
             parameters=self.names.parameters(self.ledger),
             buffers=self.names.buffers(self.ledger, written),
             constants=MappingProxyType(self.values.constants),
@@ -97,13 +101,66 @@ class _Converter:
             loss=loss,
             fixed_batch=self.symbols.fixed_batch,
             fixed_at=self.exported.fixed_at if self.symbols.fixed_batch is not None else "",
+            lone_at=self.exported.lone_at,
             recomputed_at=self.exported.recomputed_at,
             autocast_at=self.autocast_at,
             was_noticed=self.exported.was_noticed,
             functions=tuple(self.calls.functions),
             own_gradients=tuple(self.calls.own_gradients),
         )
+        if self.exported.recording.backwards and graph.fixed_batch is None:
+            backwards = tuple(self._own_backwards())
+            tensors = MappingProxyType(self.ledger.tensors)
+            whole = replace(graph, ops=tuple(self.ops), tensors=tensors)
+            graph = with_own_backwards(graph, whole, backwards)
         return pruned(with_scatters(graph))
+
+    def _mark_backward(self, node: fx.Node, scope: Scope) -> None:
+        """Remember what a backward reads; it is read after the whole step."""
+        tensors, place = operands_of(node)
+        if scope.template is None:  # a replayed block has the backwards of its template
+            own = self.exported.recording.backwards[int(place)]
+            self.backwards.append((own, [self.values.value(one, scope) for one in tensors]))
+
+    def _own_backwards(self) -> Iterator[TracedBackward]:
+        """Read the backwards that the model's code defines; their ops come after all others."""
+        for own in self.exported.recording.backwards:
+            if own.program is None:
+                yield TracedBackward(name=own.name, where=own.where, why=own.why)
+        for own, given in self.backwards:
+            before = len(self.ops)
+            try:
+                yield self._own_backward(own, given)
+            except AutoparError as error:
+                del self.ops[before:]
+                yield TracedBackward(name=own.name, where=own.where, why=error.found)
+
+    def _own_backward(self, own: record.RecordedBackward, given: Sequence[Value]) -> TracedBackward:
+        assert own.program is not None
+        before, scope = len(self.ops), Scope(values={}, storages={}, call=own.call)
+        marked = dict(zip(own.marked, given, strict=True))
+        inputs = own.program.graph.find_nodes(op="placeholder")
+        for node in (*inputs, *own.program.graph.find_nodes(op="get_attr")):
+            if node.name not in marked:
+                grad = node.op == "placeholder"
+                name = self.ledger.unique("gradient" if grad else "held")
+                origin = TensorOrigin.GRADIENT if grad else TensorOrigin.CONSTANT
+                val = node.meta["val"]
+                self.ledger.add(name, val, storage=name, origin=origin, requires_grad=grad)
+                marked[node.name] = Ref(name)
+            self.values.bind(node, marked[node.name], scope)
+        self._read_all(own.program.graph.nodes, scope)
+        (returned,) = operands_of(own.program.graph.output_node())
+        made = [next(refs(self.values.value(one, scope)), "") for one in returned]
+        names = [next(refs(marked[node.name])) for node in inputs]
+        count = (len(names) - len(made)) // 2  # gradients, then operands, then as many results
+        return TracedBackward(
+            name=own.name,
+            where=own.where,
+            ops=tuple(op.name for op in self.ops[before:]),
+            given=tuple(zip(names[-count:], names[:count], strict=True)),
+            made=tuple(zip(names[count:-count], made, strict=True)),
+        )
 
     # --- nodes -----------------------------------------------------------------------------------
 
@@ -122,6 +179,8 @@ class _Converter:
             scope.values[node] = value[index] if isinstance(value, tuple) else None
         elif target == record.REPLAY:
             self._replay(node, scope)
+        elif target == record.BACKWARD:
+            self._mark_backward(node, scope)
         elif isinstance(node.target, torch._ops.HigherOrderOperator):
             self._read_region(node, scope)
         elif _CHECKS.match(target) or not has_tensor(node.meta.get("val")):

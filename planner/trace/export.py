@@ -38,7 +38,9 @@ from autopar.planner.trace.replaced_calls import (
 from autopar.planner.trace.running import (
     GRAD_FN,
     expressions_noted,
+    functions_noted,
     note_gradient_use,
+    note_library_op,
     saving_noted,
     traced_step,
 )
@@ -70,6 +72,7 @@ class ExportedTrace:
     recording: TraceRecording
     subject: TracedSubject
     fixed_at: str  # where the model treated the number of rows as a constant, or ""
+    lone_at: str  # where the model decides whether there is a single row, or ""
     recomputed_at: str  # where the model uses checkpointing itself, or ""
     was_noticed: bool
 
@@ -121,6 +124,7 @@ def export(
             contained(subject.path),
             no_foreign_randomness(subject.model),
             recorded(subject.model, outside, fold=fold, found=found) as recording,
+            functions_noted(recording),
             fixing_noted() as fixing,
             deciding_noted() as deciding,
             lengths_as_sizes(),
@@ -147,14 +151,16 @@ def export(
         raise
     except BaseException as error:
         raise trace_error(error, subject) from error
-    if deciding:
-        raise RowsInNumberError("the model decides by its number of rows", where=deciding[0])
+    if deciding.by_number:
+        where = deciding.by_number[0]
+        raise RowsInNumberError("the model decides by its number of rows", where=where)
     without_outs(program.graph_module)
     return ExportedTrace(
         program=program,
         recording=recording,
         subject=subject,
         fixed_at=next(iter(fixing), ""),
+        lone_at=next(iter(deciding.by_one), ""),
         recomputed_at=next(iter(recomputing), ""),
         was_noticed=is_noticed,
     )
@@ -209,6 +215,7 @@ class _OnMeta(TorchFunctionMode):
         result = next((one for one in results if one is not None), None)
         result = func(*args, **kwargs) if result is None else result
         note_drawn(func, args, result)
+        note_library_op(func, args, kwargs, result, self.recording)
         return result
 
     def _attribute(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

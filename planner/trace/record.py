@@ -9,24 +9,21 @@ If a block repeats one that was traced (its template), it is not run. The graph 
 `autopar::replay` instead, for which `convert` replays the template: it reads the template's nodes
 once more, with the arguments and the parameters of this block.
 
-A custom autograd.Function is recorded like a module: the exporter would inline its forward and
-silently lose its backward.
+A custom autograd.Function is recorded like a module (see `running`): the exporter would inline its
+forward and silently lose its backward.
 """
 
 from __future__ import annotations
 
-import inspect
-import sys
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Set
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import wraps
 from typing import Any
-from unittest.mock import patch
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.fx import node as fx_node
 from torch.fx.experimental import proxy_tensor
 from torch.utils import _pytree as pytree
@@ -38,7 +35,7 @@ from autopar.planner.graph.ops import (
     OwnGradient,
     StateChange,
 )
-from autopar.planner.model.functions import has_backward_hooks, has_hooks, plain_functions
+from autopar.planner.model.functions import has_backward_hooks, has_hooks
 from autopar.planner.model.outside import (
     StateScope,
     StateSnapshot,
@@ -58,7 +55,7 @@ from autopar.planner.trace.traps import LeftBehind, assigned_buffers_written, le
 TENSOR = object()  # stands for a tensor among the leaves of a border
 ENTER, LEAVE, REPLAY = "autopar.enter.default", "autopar.leave.default", "autopar.replay.default"
 BEGIN, END = "autopar.begin.default", "autopar.end.default"  # around a plain function
-_BACKWARD_HOOK = "Module.register_full_backward_hook"
+BACKWARD = "autopar.backward.default"  # where a backward of the model's own was traced
 _CALL = "_call_impl"  # the method of a module that runs hooks and forward
 
 
@@ -99,6 +96,22 @@ class RecordedCall:
     changed_state: tuple[StateValue, ...] = ()  # the Python state that the call changed
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedBackward:
+    """A backward that the model's code defines, traced apart from the step (see `running`).
+
+    `program` takes gradients of results, and returns those of operands. `marked` are the tensors of
+    the step that the marker names: the operands, the results, and what the program reads.
+    """
+
+    name: str  # such as "Scale.backward"
+    where: str  # file:line
+    call: str  # the recorded call around it
+    program: fx.GraphModule | None = None  # None if it cannot be traced
+    why: str = ""  # the reason for that
+    marked: tuple[str, ...] = ()
+
+
 @dataclass(slots=True, kw_only=True)
 class TraceRecording:
     """The record of a trace; filled while the exporter runs, then read by `convert`."""
@@ -112,6 +125,8 @@ class TraceRecording:
     calls: dict[str, RecordedCall] = field(default_factory=dict)
     templates: dict[Hashable, Template] = field(default_factory=dict)
     own_gradients: list[OwnGradient] = field(default_factory=list)
+    backwards: list[RecordedBackward] = field(default_factory=list)
+    is_in_backward: bool = False  # whether a backward that the model defines is being traced
     modes: dict[str, bool] = field(default_factory=dict)  # of modules, before the step
     at_end: frozenset[Any] = frozenset()  # comparable forms of all values after the step
     is_running: bool = False  # whether the step itself is running
@@ -122,7 +137,8 @@ class TraceRecording:
 
     def restart(self) -> None:
         """Forget an earlier pass: the exporter may run the model more than once."""
-        for found in (self.counts, self.open_calls, self.calls, self.templates, self.own_gradients):
+        lists = self.open_calls, self.own_gradients, self.backwards
+        for found in (self.counts, self.calls, self.templates, *lists):
             found.clear()
         self.modes = {path: module.training for path, module in self.modules.items()}
 
@@ -145,15 +161,32 @@ class TraceRecording:
         stays = all(one.is_content or one.comparable in self.at_end for one in changed)
         return StateChange.BEHIND if stays else StateChange.FOR_A_WHILE
 
-    def note_gradient(self, use: GradientUse, how: str, where: str) -> None:
+    @property
+    def innermost(self) -> str:
+        """The key of the innermost call that is running; LOSS_CALL outside of the model."""
+        return self.open_calls[-1] if self.open_calls else LOSS_CALL
+
+    def note_gradient(
+        self, use: GradientUse, how: str, where: str, *, is_read: bool = False
+    ) -> None:
         """Record how the innermost call, or the loss, uses gradients: each use once per call."""
-        call = self.open_calls[-1] if self.open_calls else LOSS_CALL
-        if all((one.call, one.use) != (call, use) for one in self.own_gradients):
-            self.own_gradients.append(OwnGradient(call=call, use=use, how=how, where=where))
+        if self.is_in_backward:
+            return
+        own = OwnGradient(call=self.innermost, use=use, how=how, where=where, is_read=is_read)
+        like = [one for one in self.own_gradients if (one.call, one.use) == (own.call, use)]
+        if any(one.is_read for one in like) and not is_read:  # the worse use stands for both
+            self.own_gradients.remove(like.pop())
+        if not like:
+            self.own_gradients.append(own)
+
+    def note_module_hook(self, path: str, *, is_read: bool) -> None:
+        """Record that hooks change the gradients of a module."""
+        how, where = "Module.register_full_backward_hook", f"module {path or '(root)'}"
+        self.note_gradient(GradientUse.CHANGED, how, where, is_read=is_read)
 
     def noting_loss(self, loss: Loss) -> Loss:
         """Wrap the model file's loss function so that its call is recorded."""
-        return _noting(loss, LOSS_FUNCTION, self)
+        return noting(loss, LOSS_FUNCTION, self)
 
     @contextmanager
     def call(
@@ -197,20 +230,18 @@ def recorded(
     blocks = repeated_blocks(model) if fold else {}
     of_torch = {path for path, module in modules.items() if runs_torch_alone(module)}
     recording = TraceRecording(outside=outside, blocks=blocks, of_torch=of_torch, found=found)
-    with _functions_recorded(recording), plain_functions_noted(recording):
-        _RECORDINGS.append(recording)
-        try:
-            for path, module in modules.items():
-                original = getattr(module, names[path])
-                noting = _noting_call(module, path, original, recording)
-                module.__dict__[names[path]] = noting
-            yield recording
-        finally:
-            _RECORDINGS.pop()
-            for path, module in modules.items():
-                module.__dict__.pop(names[path], None)
-                if own[path] is not None:  # a forward assigned to the instance
-                    module.__dict__[names[path]] = own[path]
+    _RECORDINGS.append(recording)
+    try:
+        for path, module in modules.items():
+            original = getattr(module, names[path])
+            module.__dict__[names[path]] = _noting_call(module, path, original, recording)
+        yield recording
+    finally:
+        _RECORDINGS.pop()
+        for path, module in modules.items():
+            module.__dict__.pop(names[path], None)
+            if own[path] is not None:  # a forward assigned to the instance
+                module.__dict__[names[path]] = own[path]
 
 
 def _marker_library() -> torch.library.Library:
@@ -220,7 +251,7 @@ def _marker_library() -> torch.library.Library:
     nothing.
     """
     library = torch.library.Library("autopar", "FRAGMENT")
-    markers = ("enter", "leave", "begin", "end")
+    markers = ("enter", "leave", "begin", "end", "backward")
     for name in markers:
         library.define(f"{name}(Tensor[] tensors, str call) -> ()")
     library.define("replay(Tensor[] tensors, str call) -> Tensor[]")
@@ -254,6 +285,8 @@ def _noting_call(
     module: nn.Module, path: str, original: Callable[..., Any], recording: TraceRecording
 ) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
+        if recording.is_in_backward:
+            return original(*args, **kwargs)
         leaves, spec = pytree.tree_flatten((args, kwargs))
         structure = recording.blocks.get(path)
         # equal for calls that may replay one template; None: the call always runs
@@ -263,8 +296,8 @@ def _noting_call(
         facts = {"mode_is_set": mode_is_set, "template": template}
         with recording.call(path, type(module).__name__, (leaves, spec), **facts) as key:
             if has_backward_hooks(module):
-                where = f"module {path or '(root)'}"
-                recording.note_gradient(GradientUse.CHANGED, _BACKWARD_HOOK, where)
+                is_full = module._is_full_backward_hook is not False
+                recording.note_module_hook(path, is_read=is_full)
             if template is None:
                 result = _run(recording, key, folded, original, (args, kwargs))
             else:  # runs nothing, and so changes no state
@@ -288,45 +321,15 @@ def _as_fields(leaf: Any) -> Any:
     return Attributes((name, _with_fields(value)) for name, value in values.items())
 
 
-@contextmanager
-def _functions_recorded(recording: TraceRecording) -> Iterator[None]:
-    """Record calls of autograd.Function classes that are not torch's own."""
-    original = inspect.getattr_static(torch.autograd.Function, "apply")  # may be Python or C
-
-    def apply(cls: type, *args: Any) -> Any:
-        plain = original.__get__(None, cls)
-        if cls.__module__.startswith("torch."):
-            return plain(*args)
-        around = recording.open_calls[-1:]
-        owner = recording.calls[around[0]].path if around else LOSS_CALL
-        path, given = f"{owner}/{cls.__name__}", pytree.tree_flatten((args, {}))
-        with recording.call(path, cls.__name__, given, is_function=True) as key:
-            result = plain(*args)
-        recording.returned(key, result)
-        return result
-
-    with patch.object(torch.autograd.Function, "apply", classmethod(apply)):
-        yield
-
-
-@contextmanager
-def plain_functions_noted(recording: TraceRecording) -> Iterator[None]:
-    """Record each call of a plain function that the model's files define or import."""
-    files = {type(module).__module__ for module in recording.modules.values()}
-    with ExitStack() as patches:
-        for file in (sys.modules[name] for name in files if name in sys.modules):
-            for name, value in plain_functions(vars(file)):
-                place = str(value.__module__), value.__name__
-                noting = _noting(value, place, recording)
-                patches.enter_context(patch.object(file, name, noting))
-        yield
-
-
-def _noting(
+def noting(
     function: Callable[..., Any], place: tuple[str, str], recording: TraceRecording
 ) -> Callable[..., Any]:
+    """Return a plain function that records its calls; `place` is its module and name."""
+
     @wraps(function)
-    def noting(*args: Any, **kwargs: Any) -> Any:
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        if recording.is_in_backward:
+            return function(*args, **kwargs)
         call = f"{place[1]}()@{len(recording.calls)}"
         given = pytree.tree_flatten((args, kwargs))
         arguments = _mark(torch.ops.autopar.begin, *given, call)
@@ -336,7 +339,7 @@ def _noting(
         own.result = _mark(torch.ops.autopar.end, *pytree.tree_flatten(result), call)
         return result
 
-    return noting
+    return noted
 
 
 _Given = tuple[tuple[Any, ...], dict[str, Any]]  # args and kwargs

@@ -17,11 +17,13 @@ from __future__ import annotations
 
 import ast
 import builtins
+import dis
 import linecache
 import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -40,7 +42,7 @@ from torch.nn.modules import transformer
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from autopar.planner.trace.model_checks import calling_place
+from autopar.planner.trace.model_checks import calling_place, is_library_file
 from autopar.planner.trace.nodes import is_getitem, storages_of, writers_of
 
 _ROWS = (2, 7, 64)  # the numbers of rows for which a number is computed
@@ -206,14 +208,23 @@ _COMPARED_ROWS = (*range(2, 34), *(2**power + more for power in range(6, 17) for
 _TORCH = str(Path(torch.__file__).parent)
 
 
+@dataclass(frozen=True, slots=True)
+class DecidingPlaces:
+    """`file:line` of code that decides by the number of rows, or whether there is one row."""
+
+    by_number: list[str] = field(default_factory=list)
+    by_one: list[str] = field(default_factory=list)
+
+
 @contextmanager
-def deciding_noted() -> Iterator[list[str]]:
+def deciding_noted() -> Iterator[DecidingPlaces]:
     """Collect `file:line` of code that decides by the number of rows, unless it only raises.
 
     The exporter takes the answer for the traced batch, and says nothing. A comparison that has the
-    same answer for all batches (`x.shape[0] == y.shape[0]`) decides nothing.
+    same answer for all batches (`x.shape[0] == y.shape[0]`) decides nothing. Libraries ask whether
+    there is one row only to broadcast it.
     """
-    places: list[str] = []
+    places = DecidingPlaces()
     original: Callable[[SymBool], bool] = SymBool.__bool__
 
     def noting(self: SymBool) -> bool:
@@ -221,20 +232,29 @@ def deciding_noted() -> Iterator[list[str]]:
         if frame.f_code is SymInt.__bool__.__code__ and frame.f_back is not None:  # if B % 2:
             frame = frame.f_back
         file, line = frame.f_code.co_filename, frame.f_lineno
-        if not file.startswith(_TORCH) and _is_undecided(self) and line not in _answers(file):
-            places.append(f"{file}:{line}")
+        if not file.startswith(_TORCH) and line not in _answers(file):
+            if _is_undecided(self, _COMPARED_ROWS):
+                places.by_number.append(f"{file}:{line}")
+            elif _is_undecided(self, (1, 2)) and not (is_library_file(file) or _is_called(frame)):
+                places.by_one.append(f"{file}:{line}")
         return original(self)
 
     with patch.object(SymBool, "__bool__", noting):
         yield places
 
 
-def _is_undecided(question: SymBool) -> bool:
-    """Whether the answer depends on the number of rows, and on nothing else."""
+def _is_undecided(question: SymBool, numbers: Sequence[int]) -> bool:
+    """Whether the answer is not the same for all these numbers of rows, and hangs on them alone."""
     symbols = question.node.expr.free_symbols
     if not symbols or any(str(one).startswith("u") for one in symbols):
         return False
-    return len({_at(question, rows) for rows in _COMPARED_ROWS}) > 1
+    return len({_at(question, rows) for rows in numbers}) > 1
+
+
+def _is_called(frame: FrameType) -> bool:
+    """Whether a frame is calling a function: max(1, B) asks, and decides nothing."""
+    instruction = frame.f_code.co_code[frame.f_lasti]
+    return dis.opname[instruction].startswith(("CALL", "PRECALL"))
 
 
 _OWN = str(Path(__file__).parent)

@@ -19,7 +19,12 @@ from autopar.runtime.ranks.mesh import Axis, Mesh
 from autopar.runtime.ranks.transport import ComingSum, summed
 from autopar.runtime.tensor.shards import is_listed
 
-__all__ = ["LossScale", "clip_by_global_norm", "sum_replicated"]  # for scripts
+__all__ = [
+    "LossScale",
+    "clip_by_global_norm",
+    "multiply_gradients",
+    "sum_replicated",
+]  # for scripts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,6 +268,12 @@ def _by_dtype(tensors: list[Tensor]) -> list[list[Tensor]]:
     for tensor in tensors:
         groups[tensor.dtype].append(tensor)
     return list(groups.values())
+
+
+def multiply_gradients(model_parts: Iterable[nn.Module], factor: float) -> None:
+    """Multiply all gradients of this process by a number."""
+    for gradients in _by_dtype(gradient_memory(model_parts)):
+        torch._foreach_mul_(gradients, factor)
 
 
 LEAST = 2.0**-10  # with a smaller scale, only gradients beyond 6·10^7 would overflow

@@ -1,4 +1,4 @@
-"""Turns a constraints file, options and plan.json's rows into declarations."""
+"""Turns a constraints file, options and plan.json's rows into declarations, and checks them."""
 
 from __future__ import annotations
 
@@ -231,3 +231,31 @@ def parse_pins(texts: Iterable[str], *, option: str = "--pin") -> tuple[Declared
                 raise InputError(f"{option} pins {key} twice: {pins[name].text} and {pair.strip()}")
             pins[name] = declare(f"pins.{name}", value, origin=option, where=f"{option} {key}")
     return tuple(pins.values())
+
+
+def check_work(constraints: Constraints) -> None:
+    """Raise if a deadline or a budget has no length of training, or if two lengths are given."""
+    own = {one.field: one for one in constraints.declared}
+    if "samples" in own and "tokens" in own:
+        raise InputError(
+            f"{own['samples']} and {own['tokens']} both say how much a training does",
+            fix="leave one of them out",
+        )
+    limit = own.get("deadline_seconds") or own.get("budget_usd")
+    if limit is not None and not {"samples", "tokens"} & own.keys():
+        raise InputError(
+            f"{limit.text} is given, but the length of the training is not",
+            where=limit.origin,
+            fix="--tokens 10B, or --samples 1M, says how much it does",
+        )
+
+
+def check_tokens(constraints: Constraints, *, tokens_per_row: int) -> None:
+    """Raise for a number of tokens if the model's rows are no sequences."""
+    if constraints.tokens is not None and tokens_per_row == 1:
+        own = next(one for one in constraints.declared if one.field == "tokens")
+        raise InputError(
+            f"{own.text}, but the model's rows are no sequences of tokens",
+            where=own.origin,
+            fix="--samples says how many rows it trains on",
+        )

@@ -8,11 +8,11 @@ from math import ceil, prod
 from typing import Any
 
 from autopar.planner.cluster.cluster import Cluster
-from autopar.planner.costs.prediction import Offload, Recompute, Zero
-from autopar.planner.errors import InfeasibleError, InputError
+from autopar.planner.costs.prediction import Arrangement, Offload, Recompute, Zero
+from autopar.planner.errors import InfeasibleError
 from autopar.planner.findings import OptimizerTraits, ParameterPart, Reach
-from autopar.planner.findings.rows import meeting_rows, norm_of_rows
-from autopar.planner.graph.graph import Graph
+from autopar.planner.findings.rows import meeting_rows, norm_of_rows, squeezing_rows
+from autopar.planner.graph.graph import BackwardFault, Graph
 from autopar.planner.graph.ops import GradientUse, Op, OwnGradient
 from autopar.planner.plan.declared.constraints import (
     Constraints,
@@ -140,21 +140,31 @@ def rows_at_once(constraints: Constraints) -> int | None:
 
 def least_rows(graph: Graph, *, data: int) -> int:
     """Return the fewest rows that a microbatch may have, if `data` ranks share statistics."""
-    is_lone = _squeezing_rows(graph) is not None or (data == 1 and _norm_of_rows(graph) is not None)
+    is_lone = _one_row_apart(graph) is not None or (data == 1 and _norm_of_rows(graph) is not None)
     return 2 if is_lone else 1
+
+
+def _one_row_apart(graph: Graph) -> tuple[str, str, str] | None:
+    """Return what a model does otherwise with a single row, where, and a fix; or None."""
+    if (squeezing := squeezing_rows(graph)) is not None:
+        fix = "name the dim to squeeze (x.squeeze(-1))"
+        return f"which {squeezing.name} squeezes away", squeezing.location, fix
+    decided = "for which the model runs other code", graph.lone_at, "leave the decision out"
+    return decided if graph.lone_at else None
 
 
 def check_lone_rows(constraints: Constraints, graph: Graph) -> None:
     """Raise if microbatches would have one row, and the model does not accept that."""
-    squeezing, norm = _squeezing_rows(graph), _norm_of_rows(graph)
+    apart, norm = _one_row_apart(graph), _norm_of_rows(graph)
     least, data = constraints.microbatch, constraints.data or 1
     expected = "two rows or more in each microbatch"
-    if squeezing is not None and (least == 1 or constraints.global_batch == data):
+    if apart is not None and (least == 1 or constraints.global_batch == data):
+        what, where, fix = apart
         raise InfeasibleError(
-            f"a microbatch would have one row, which {squeezing.name} squeezes away",
-            where=squeezing.location,
+            f"a microbatch would have one row, {what}",
+            where=where,
             expected=expected,
-            fix="name the dim to squeeze (x.squeeze(-1)), or take a larger global batch",
+            fix=f"{fix}, or take a larger global batch",
         )
     is_replica = constraints.shard == 1 and 1 not in local_steps(constraints)  # each rank is one
     is_one_row = least == 1 or constraints.global_batch == data
@@ -177,30 +187,6 @@ def _norm_of_rows(graph: Graph) -> Op | None:
             if not rows.is_constant and prod(size.at(1) for size in (rows, *rest)) == 1:
                 return op
     return None
-
-
-def _squeezing_rows(graph: Graph) -> Op | None:
-    """Return the first op that drops the rows' dim if there is only one row."""
-    for op in graph.ops:
-        if op.target.split(".")[1] in ("squeeze", "squeeze_"):
-            shape = graph.tensors[op.inputs[0]].shape
-            given = dict(op.arguments).get("dim")
-            asked = given if isinstance(given, tuple) else (given,)
-            dims = range(len(shape)) if given is None else (d for d in asked if isinstance(d, int))
-            if any(not shape[dim].is_constant and shape[dim].at(1) == 1 for dim in dims):
-                return op
-    return None
-
-
-def with_moments(graph: Graph, traits: OptimizerTraits | None) -> Graph:
-    """Return the graph with the number of the optimizer's states for each parameter."""
-    if traits is None:
-        return graph
-    moments = iter(traits.moments)
-    parameters = tuple(
-        replace(one, moments=next(moments)) if one.trainable else one for one in graph.parameters
-    )
-    return replace(graph, parameters=parameters)
 
 
 def with_optimizer(constraints: Constraints, traits: OptimizerTraits | None) -> Constraints:
@@ -283,6 +269,44 @@ def gradient_words(found: OwnGradient) -> str:
     return f"the model itself {does} gradients, by {found.how} at {found.where}"
 
 
+def gradients_changed(graph: Graph, arranged: Arrangement) -> str:
+    """Return how a hook that no trace shows gets the gradients of a split batch, or ""."""
+    own = next(graph.unread_changes, None)
+    if own is None or arranged.data * arranged.microbatches == 1:
+        return ""
+    is_whole = arranged.data == 1 or takes_whole_gradients(graph, arranged)
+    times = "" if is_whole else f", {arranged.data} times as large"
+    does = "scale, mask or clip each element" if is_whole else "scale or mask it"
+    return (
+        f"{gradient_words(own)}. There it gets the gradient of one microbatch of one data rank"
+        f"{times}: to {does} trains as on one device, to normalize it does not."
+    )
+
+
+def unread_backward(graph: Graph, arranged: Arrangement) -> str:
+    """Return which backward of the model's own no trace shows, and what to check, or ""."""
+    own = next((one for one in graph.own_backwards if one.fault is BackwardFault.UNREAD), None)
+    if own is None or arranged.data * arranged.microbatches == 1:
+        return ""
+    return (
+        f"{own.name} ({own.where.rpartition('/')[2]}) cannot be traced: {own.why.rstrip('.')}. It "
+        "gets the gradients of one microbatch of one data rank. This trains as on one device if "
+        "the gradient of each row depends on that row alone, not on other rows or on their number, "
+        "and that of a weight is a sum over rows; else pin dp=1 and a microbatch of all rows."
+    )
+
+
+def takes_whole_gradients(graph: Graph, arranged: Arrangement) -> bool:
+    """Whether a script has gradients as large as on one device during the backward.
+
+    Usually data ranks average gradients, each of which is as many times as large, so to clip one
+    would be another training. Local steps and fp16 scale gradients themselves.
+    """
+    if arranged.data == 1 or arranged.is_local or arranged.precision.scales_loss:
+        return False
+    return bool(graph.own_backwards) or any(graph.unread_changes)
+
+
 def _gradient_declared(name: str, field: str, value: Any, text: str, why: str) -> Declared:
     return Declared(place=f"gradients {name}", field=field, value=value, text=text, origin=why)
 
@@ -354,34 +378,6 @@ def _least_data(constraints: Constraints, devices: int) -> int:
     pipeline = constraints.pipeline or constraints.max_pipeline or devices
     tensor = constraints.tensor or constraints.max_tensor or devices
     return max(1, devices // (pipeline * tensor))
-
-
-def check_work(constraints: Constraints) -> None:
-    """Raise if a deadline or a budget has no length of training, or if two lengths are given."""
-    own = {one.field: one for one in constraints.declared}
-    if "samples" in own and "tokens" in own:
-        raise InputError(
-            f"{own['samples']} and {own['tokens']} both say how much a training does",
-            fix="leave one of them out",
-        )
-    limit = own.get("deadline_seconds") or own.get("budget_usd")
-    if limit is not None and not {"samples", "tokens"} & own.keys():
-        raise InputError(
-            f"{limit.text} is given, but the length of the training is not",
-            where=limit.origin,
-            fix="--tokens 10B, or --samples 1M, says how much it does",
-        )
-
-
-def check_tokens(constraints: Constraints, *, tokens_per_row: int) -> None:
-    """Raise for a number of tokens if the model's rows are no sequences."""
-    if constraints.tokens is not None and tokens_per_row == 1:
-        own = next(one for one in constraints.declared if one.field == "tokens")
-        raise InputError(
-            f"{own.text}, but the model's rows are no sequences of tokens",
-            where=own.origin,
-            fix="--samples says how many rows it trains on",
-        )
 
 
 def without_recompute(

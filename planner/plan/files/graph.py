@@ -21,7 +21,7 @@ from pydantic import JsonValue
 
 from autopar.planner.errors import SourceSpan
 from autopar.planner.files import FigureNumber, Rows, Share
-from autopar.planner.graph.graph import Graph, GraphBreak
+from autopar.planner.graph.graph import BackwardFault, Graph, GraphBreak, OwnBackward
 from autopar.planner.graph.ops import (
     Buffer,
     Constant,
@@ -135,6 +135,16 @@ class OwnGradientRow(NamedTuple):
     use: GradientUse
     how: str
     where: str
+    is_read: bool = False
+
+
+class OwnBackwardRow(NamedTuple):
+    """A backward that the model defines, with its fault, as a list."""
+
+    name: str
+    where: str
+    fault: BackwardFault
+    why: str
 
 
 class GraphBreakRow(NamedTuple):
@@ -166,6 +176,7 @@ class GraphDocument:
     constants: tuple[ConstantRow, ...]
     calls: tuple[CallRow, ...]
     fixed_at: str = ""
+    lone_at: str = ""
     images: tuple[str, ...] = ()
     recomputed_at: str = ""
     autocast_at: str = ""
@@ -173,6 +184,8 @@ class GraphDocument:
     was_noticed: bool
     functions: tuple[FunctionRow, ...] = ()
     own_gradients: tuple[OwnGradientRow, ...] = ()
+    own_backwards: tuple[OwnBackwardRow, ...] = ()
+    met_backwards: tuple[OpRow, ...] = ()
     in_eval_mode: tuple[str, ...] = ()
     breaks: tuple[GraphBreakRow, ...] = ()
 
@@ -254,6 +267,8 @@ _ROWS: Mapping[str, tuple[type[Any], type[Any], str]] = MappingProxyType(
         "calls": (CallRow, ModuleCall, "key"),
         "functions": (FunctionRow, FunctionCall, ""),
         "own_gradients": (OwnGradientRow, OwnGradient, ""),
+        "own_backwards": (OwnBackwardRow, OwnBackward, ""),
+        "met_backwards": (OpRow, Op, ""),
         "breaks": (GraphBreakRow, GraphBreak, ""),
     }
 )

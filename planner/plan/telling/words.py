@@ -13,8 +13,8 @@ from autopar.planner.findings.loss import Follows, loss_of_parts
 from autopar.planner.findings.rows import drawn_once, meeting_rows, norm_of_rows, use_of_places
 from autopar.planner.graph.graph import Graph
 from autopar.planner.graph.layouts import Layout, LayoutKind
-from autopar.planner.graph.ops import MODEL_DTYPE, Buffer, GradientUse, Op
-from autopar.planner.plan.declared.limits import gradient_words
+from autopar.planner.graph.ops import MODEL_DTYPE, Buffer, Op
+from autopar.planner.plan.declared.limits import gradients_changed, unread_backward
 from autopar.planner.plan.plan import Model, Plan, PlannedStage, StoredPlan
 from autopar.planner.precision import Float8, learnt_words
 from autopar.planner.rules.rule import OpKind
@@ -183,7 +183,8 @@ def meaning_notes(plan: Plan) -> tuple[str, ...]:
         statistics_apart(plan),
         draws_apart(plan),
         narrowed_buffers_note(plan),
-        gradients_changed(plan),
+        gradients_changed(plan.graph, plan.arrangement),
+        unread_backward(plan.graph, plan.arrangement),
         evaluates_parts(plan),
         shares_nothing(plan),
     )
@@ -281,20 +282,6 @@ def narrowed_buffers_note(plan: Plan) -> str:
         f"fp32, which torch does not multiply by weights in {precision}, so the plan holds "
         f"{names} in {precision}, as model.to(torch.{precision.torch_name}) does.{lost} A buffer "
         "stays in fp32 if the model casts it where it reads it: x + self.table.to(x.dtype)."
-    )
-
-
-def gradients_changed(plan: Plan) -> str:
-    """Return how a gradient hook sees a split batch, or ""."""
-    arranged = plan.arrangement
-    changed = (one for one in plan.graph.own_gradients if one.use is GradientUse.CHANGED)
-    own = next(changed, None)
-    if own is None or arranged.data * arranged.microbatches == 1:
-        return ""
-    times = f", {arranged.data} times as large" if arranged.data > 1 else ""
-    return (
-        f"{gradient_words(own)}. There it gets the gradient of one microbatch of one data rank"
-        f"{times}: to scale or mask it trains as on one device, to clip or normalize it does not."
     )
 
 

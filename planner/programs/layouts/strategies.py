@@ -247,8 +247,10 @@ class _Strategies:
         return Ways(whole=self.whole(), unsplit=tuple(unsplit), splits=tuple(splits))
 
     def is_function(self) -> bool:
-        """Whether the op is in a custom autograd function, whose backward may be nonlinear."""
-        calls = self.graph.calls
+        """Whether the op has, or is in a Function that has, a backward that may be nonlinear."""
+        calls, graph = self.graph.calls, self.graph
+        if (graph.own_backwards or graph.met_backwards) and not self.op.target.startswith("aten."):
+            return True
         return any(calls[call].is_function for call in self.graph.index.around(self.op.call))
 
     def is_never_split(self) -> bool:

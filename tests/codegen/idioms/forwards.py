@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
-from tests.codegen.idioms.outcomes import Idiom, idiom, refused
+from tests.codegen.idioms.outcomes import Idiom, idiom, noted, refused
 
 _OWN = """
 
@@ -18,7 +19,7 @@ def _own(body: str, **more: object) -> Idiom:
     return idiom(f"\n\nclass Own(Model):\n{body}{_OWN}", **more)
 
 
-def _doubled(value: str) -> Idiom:
+def _doubled(value: str, gradient: str = "2 * gradient", **more: Any) -> Idiom:
     """Return an idiom of a Function that changes gradients alone, as one that reverses them."""
     return idiom(
         f"""
@@ -29,14 +30,15 @@ class Doubled(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        return 2 * gradient
+        return {gradient}
 
 
 class Own(Model):
     def hidden(self, ids):
         return Doubled.apply(super().hidden(ids))
 """
-        + _OWN
+        + _OWN,
+        **more,
     )
 
 
@@ -275,6 +277,15 @@ class Own(Model):
         f"a function of its own that gives {value}": _doubled(value)
         for value in ("x * 1.0", "x.view_as(x)", "x", "x.clone()")
     },
+    "a function of its own that clips its gradient": _doubled(
+        "x.view_as(x)", "gradient.clamp(-0.001, 0.001)"
+    ),
+    "a function of its own that norms its gradient": _doubled(
+        "x.view_as(x)",
+        "gradient / gradient.norm()",
+        is_whole=True,
+        otherwise={way: noted("of Doubled.backward") for way in ("dp", "ZeRO-3")},
+    ),
     "a part without gradients": _own("""
     def forward(self, ids):
         with torch.no_grad():

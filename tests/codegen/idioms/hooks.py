@@ -129,12 +129,7 @@ class Own(Model):
         x.register_hook(lambda gradient: gradient.clamp(-0.001, 0.001))
         return x
 """,
-        otherwise={
-            "dp": noted("to clip or normalize it does not"),
-            "ZeRO-3": noted("to clip or normalize it does not"),
-            "tp": _TENSOR,
-            "pp": refused("at most pp=1"),
-        },
+        otherwise={"tp": _TENSOR, "pp": refused("at most pp=1")},
     ),
     "a gradient that is kept to be looked at": _hooked(
         more="""

@@ -17,11 +17,11 @@ from torch.optim import lr_scheduler
 from autopar.planner.annotate import state_of
 from autopar.planner.costs.prediction import Zero
 from autopar.planner.errors import InputError
-from autopar.planner.findings import Reach
+from autopar.planner.findings import Reach, with_moments
 from autopar.planner.findings.optimizer import optimizer_traits
 from autopar.planner.graph.graph import Graph
 from autopar.planner.model.model_file import ModelFile, load_model_file
-from autopar.planner.plan.declared.limits import with_moments, with_optimizer
+from autopar.planner.plan.declared.limits import with_optimizer
 from autopar.planner.precision import Precision
 from tests.planner.plan.searches import declared
 from tests.planner.subjects import ZOO, zoo_file, zoo_graph

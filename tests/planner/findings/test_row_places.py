@@ -76,6 +76,9 @@ ALONG = {
     ),
     "products added up": lambda _, x, __: torch.einsum("btd,cte->bde", x, x),
     "a tensor of their number": lambda _, x, __: x * torch.tensor(len(x)),
+    "norms of columns": lambda _, x, __: x.renorm(2, -1, 1.0),
+    "strides of the first row": lambda _, x, __: x + x.as_strided(x.shape, (0, WIDTH, 1)),
+    "strides into the next row": lambda _, x, __: x.as_strided(x.shape, x.stride(), 1),
 }
 APART = {
     "the last token": lambda _, x, ends: x[places(x), ends],
@@ -88,6 +91,10 @@ APART = {
     "two halves": lambda _, x, __: torch.cat([x, -x])[: len(x)] + torch.cat([x, -x])[len(x) :],
     "halves apart": lambda _, x, __: torch.cat([x, x.tanh()]).view(2, -1, TOKENS, WIDTH).prod(0),
     "bags": lambda model, _, ends: model.bag(ends[:, None] + torch.arange(2)),
+    "norms of rows": lambda _, x, __: x.renorm(2, 0, 1.0),
+    "windows of a row": lambda _, x, __: x.as_strided(
+        (len(x), 4, 3, WIDTH), (TOKENS * WIDTH, WIDTH, WIDTH, 1)
+    ),
 }
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from autopar.planner.errors import ExitCode, InfeasibleError, InputError
 from autopar.planner.plan.declared.constraints import Constraints, Objective
-from autopar.planner.plan.declared.limits import check_tokens, check_work
+from autopar.planner.plan.declared.file import check_tokens, check_work
 from autopar.planner.plan.fleet import Curve, Trial, choose, curve_of, time_text
 from autopar.planner.plan.plan import Plan
 from tests.planner.plan.plans import prediction, small_plan
