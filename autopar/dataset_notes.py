@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from operator import getitem
 from typing import Any
@@ -101,6 +102,35 @@ def _check_collated(
     if fault is not None:
         raise InputError(fault.found, where=str(file.path), fix=fault.fix)
     _note_plain("build_collate", [batch], file, tell)
+    with suppress(Exception):  # it may want more rows
+        _note_mixed(build(), rows, tell)
+
+
+def _note_mixed(
+    collate: Callable[[Sequence[Any]], Any], rows: Sequence[Any], tell: Callable[[str], None]
+) -> None:
+    """Call `tell` if a collate function gives a row other numbers beside other rows.
+
+    Entries that are padded to other sizes are not compared, nor those that are drawn at random.
+    """
+    half = rows[: len(rows) // 2]
+    part, whole, again = collate(half), collate(rows), collate(rows)
+    tensors = {key: value for key, value in part.items() if isinstance(value, torch.Tensor)}
+    for key, value in tensors.items():
+        first = whole[key][: len(half)]
+        is_drawn = not _are_close(whole[key], again[key])
+        if not is_drawn and first.shape == value.shape and not _are_close(first, value):
+            tell(
+                f"the function that build_collate() returned gives a row another {key!r} beside "
+                "other rows. It gets the rows of one microbatch of one data rank, so a batch that "
+                "is split has other rows than on one device. Change each row by itself, in the "
+                "dataset, or all of them in the forward: then autopar keeps them together."
+            )
+            return
+
+
+def _are_close(one: Any, other: Any) -> bool:
+    return one.shape == other.shape and bool(torch.allclose(one.double(), other.double()))
 
 
 def _note_plain(
