@@ -120,7 +120,10 @@ def _folder() -> str | None:
 
 
 ON_DEVICE = "leave the device out: the emitted script moves the model and each batch"
+_PLACE = "name a folder that is there (a relative path starts in the working directory) or"
 _KNOWN = (
+    ("Repo id must", f"{_PLACE} a model of the hub"),
+    ("couldn't find them in the cached files", f"{_PLACE} a model that can be downloaded"),
     ("not compiled with CUDA", ON_DEVICE),
     ("Found no NVIDIA driver", ON_DEVICE),
     ("No CUDA GPUs are available", ON_DEVICE),

@@ -94,7 +94,15 @@ def exit_on_error(what: str, of: Callable[..., Any] | None = None) -> Iterator[N
 
 
 def _refuse(found: str, error: BaseException, of: Callable[..., Any] | None) -> NoReturn:
-    refuse(found, fix=f"look at {failing_at(error) or place_of(of) or _place(error)}")
+    refuse(found, fix=_look_at(failing_at(error) or place_of(of) or _place(error), error))
+
+
+def _look_at(place: str, error: BaseException) -> str:
+    """Return what to do about an error that the user's code raised at a place."""
+    is_of_file = type(error) in (OSError, FileNotFoundError)  # transformers raise both
+    return f"look at {place}" + (
+        "; a relative path starts in the working directory" if is_of_file else ""
+    )
 
 
 def place_of(function: Callable[..., Any] | None) -> str:
@@ -158,7 +166,7 @@ def verdict_of(error: BaseException) -> ExitReason:
     maybe = "this may be a fault of autopar's: " if is_ours else ""
     place = failing_at(first) or f"{maybe}{_place(first)}"
     return ExitReason(
-        FAILED, found, f"look at {place}; {SHOWS_TRACEBACK}=1 shows the whole traceback"
+        FAILED, found, f"{_look_at(place, first)}; {SHOWS_TRACEBACK}=1 shows the whole traceback"
     )
 
 

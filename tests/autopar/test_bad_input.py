@@ -91,6 +91,7 @@ def test_a_model_that_is_not_there_is_named(tell: Tell, model: str, telling: str
         ("x = 'é'.encode('ascii')\n", "UnicodeEncodeError"),
         ("\0", "null bytes"),
         ("raise MemoryError\n", "MemoryError"),
+        ("raise OSError('Repo id must be a name')\n", "name a folder that is there"),
         ("", "there is no function build_model"),
         ("def build_model(): ...\n", "there is no function example_batch"),
         ("build_model = 3\n", "build_model is a int, not a function"),

@@ -178,6 +178,8 @@ def test_a_fault_of_the_data_is_one_message(
     said, fix = capsys.readouterr().err.splitlines()
     assert said.startswith(f"error: {telling}")
     assert fix.startswith("  fix: ")
+    started = fix.endswith("; a relative path starts in the working directory")
+    assert started is (new_dataset is _no_file)
     if " fails: " in said:
         assert Path(__file__).name in fix
 
