@@ -228,14 +228,13 @@ def _check_written_inputs(graph: Graph, subject: TracedSubject) -> None:
 
 
 def _check_loss_reads_outputs(graph: Graph) -> None:
-    """Raise if the loss function reads the model's parameters or buffers from a global.
+    """Raise if the loss function reads the model's parameters from a global.
 
     The objects that a global holds are not those of every script: a rank may have other modules,
     or parts of parameters.
     """
     returned = set(refs(graph.calls[""].result))
-    names = (*(one.name for one in graph.parameters), *(one.name for one in graph.buffers))
-    own = set(names) - returned
+    own = {one.name for one in graph.parameters} - returned
     for op in graph.ops:
         read = next((name for name in op.inputs if name in own), None)
         if op.call == LOSS_CALL and read is not None:
