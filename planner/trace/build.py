@@ -188,9 +188,22 @@ def _batch(model_file: ModelFile, batch_size: int) -> dict[str, Any]:
         )
     for key, value in batch.items():
         _check_entry(key, value, batch_size, where)
+        if type(value) is int and value == batch_size:
+            _check_steady(key, batch_size, model_file.example_batch(batch_size + 1), where)
     if not any(isinstance(value, torch.Tensor) for value in batch.values()):
         raise InputError("the batch has no tensor", where=where)
     return dict(batch)
+
+
+def _check_steady(key: str, rows: int, larger: Any, where: str) -> None:
+    """Reject an entry that is the number of rows: the batch that a script has may be another."""
+    if isinstance(larger, Mapping) and larger.get(key) == rows + 1:
+        raise InputError(
+            f"batch[{key!r}] is the number of rows",
+            where=where,
+            expected="plain numbers that are the same for every batch",
+            fix="compute with x.shape[0] in the forward, of a tensor x of the batch",
+        )
 
 
 def _shared(batch: Mapping[str, Any]) -> frozenset[str]:

@@ -92,3 +92,10 @@ def test_an_entry_in_the_memory_of_another_is_not_written_to(tmp_path: Path) -> 
     assert "'x': ids.clone()" in told.value.fix
     apart = SHARING.format(y="torch.zeros_like(x[:, 4:])", line="x.mul_(2)", more="", used="")
     assert traced(tmp_path, apart)
+
+
+def test_an_entry_that_is_the_number_of_rows_is_refused(tmp_path: Path) -> None:
+    counted = MODEL.format(takes="x, n", reads="x / n")
+    with pytest.raises(InputError, match=r"batch\['n'\] is the number of rows"):
+        traced(tmp_path, counted.replace('{"x"', '{"n": batch_size, "x"'))
+    assert traced(tmp_path, counted.replace('{"x"', '{"n": 7, "x"'))
