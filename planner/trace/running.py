@@ -31,6 +31,7 @@ from torch.utils.hooks import BackwardHook
 from autopar.planner.errors import text_of
 from autopar.planner.graph.ops import LOSS_CALL, GradientUse
 from autopar.planner.model.functions import plain_function, plain_functions
+from autopar.planner.rules.table import has_row
 from autopar.planner.trace.build import TracedStep
 from autopar.planner.trace.model_checks import (
     calling_place,
@@ -142,10 +143,10 @@ def note_library_op(
     result: Any,
     recording: TraceRecording,
 ) -> None:
-    """Trace the backward that `torch.library.register_autograd` gave to an op."""
-    is_op = isinstance(func, torch._ops.OpOverload | torch._ops.OpOverloadPacket)
-    if is_op and not str(func).startswith(("aten.", "autopar.")):
-        func = getattr(func, "default", func)  # the one overload of such ops
+    """Trace the backward that `torch.library.register_autograd` gave to an op without a rule."""
+    func = getattr(func, "default", func)  # the one overload of such ops
+    is_op = isinstance(func, torch._ops.OpOverload)
+    if is_op and not str(func).startswith(("aten.", "autopar.")) and not has_row(str(func)):
         names = [one.name for one in func._schema.arguments]
         given = dict(zip(names, args, strict=False)) | dict(kwargs)
         _read_function(recording, [given.get(name) for name in names], result)
@@ -213,10 +214,7 @@ def _read_hook(
     run: Callable[[Sequence[Tensor]], Sequence[Any]],
     tensors: Sequence[Tensor],
 ) -> bool:
-    """Trace hooks that change the gradients of tensors; return whether that succeeded.
-
-    Otherwise a note says that a hook changes gradients.
-    """
+    """Trace hooks that change the gradients of tensors; return whether that succeeded."""
     name = getattr(hook, "__name__", type(hook).__name__)
     traced = _traced(recording, name, hook, run, tensors, tensors)
     is_read = traced is None or traced.program is not None
