@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from autopar.codegen.forward.classes import CROSSING
 from autopar.codegen.forward.opened import CrossingTensor, OpenedSource, StageClass
-from autopar.codegen.forward.reading.forward_source import common
+from autopar.codegen.forward.reading.forward_source import ROOT, common
 from autopar.codegen.forward.reading.modules import LOSS_STAGE
 from autopar.codegen.script.parameter_tables import (
     aliases_of,
@@ -36,7 +36,7 @@ from autopar.planner.findings.optimizer_call import learning_parameters
 from autopar.planner.findings.writes import writing_calls
 from autopar.planner.graph.graph import Graph
 from autopar.planner.graph.layouts import LayoutKind
-from autopar.planner.graph.ops import BATCH, MODEL_DTYPE, Extent
+from autopar.planner.graph.ops import BATCH, MODEL_DTYPE, Extent, refs
 from autopar.planner.layers import LINEAR, compiled_ops, last_products
 from autopar.planner.plan.plan import Plan
 from autopar.planner.precision import Float8
@@ -91,14 +91,15 @@ def crossing_names(opened: OpenedSource) -> dict[str, Source]:
 def stage_holds(graph: Graph, stages: Sequence[StageClass]) -> tuple[frozenset[str], ...]:
     """Return the names of the parameters and buffers that each stage holds.
 
-    A tensor that no stage reads goes to the stage with the nearest module path, because that stage
-    may still call the module that has the tensor.
+    A tensor that no stage reads goes to the last stage if the model returns it. Others go to the
+    stage with the nearest module path, because that stage may still call the tensor's module.
     """
     aliases = aliases_of(graph)
     canonical = {alias: name for name, names in aliases.items() for alias in names}
     used = [{canonical.get(name, name) for name in stage.parameters} for stage in stages]
     unused = set(aliases) - set().union(*used)
-    for name in sorted(unused):
+    used[-1] |= unused.intersection(refs(graph.calls[ROOT].result))
+    for name in sorted(unused - used[-1]):
         near = [_common_steps(name, stage) for stage in stages]
         used[near.index(max(near))].add(name)
     return tuple(

@@ -232,7 +232,7 @@ KINDS: Mapping[str, Kind] = {
 
 
 # What the planner has to refuse, with what it says.
-_NOTHING_RUNS = "devices can run the model"
+_NOTHING_RUNS = "no arrangement can run the model"
 REFUSED: Mapping[tuple[str, str], str] = {
     # two layers make no more than two stages
     **{("intent", kind): _NOTHING_RUNS for kind, own in KINDS.items() if own.stages > 2}
