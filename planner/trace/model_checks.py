@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import os
 import sys
 import sysconfig
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -24,10 +25,11 @@ from torch import nn
 from autopar.planner.errors import InputError, SourceSpan
 from autopar.planner.model.functions import global_hooks, plain_function
 
-_OWN = str(Path(__file__).resolve().parent.parent)
+_OWN = f"{Path(__file__).resolve().parent.parent}{os.sep}"
+TORCH = f"{Path(torch.__file__).parent}{os.sep}"  # not torchvision, which lies beside it
 _LIBRARIES = (
-    str(Path(torch.__file__).parent),
-    sysconfig.get_path("stdlib"),
+    TORCH,
+    f"{sysconfig.get_path('stdlib')}{os.sep}",
     "<",  # generated code
 )
 
@@ -37,7 +39,7 @@ def is_library_file(filename: str) -> bool:
     """Whether a file belongs to torch, Python or autopar, and not to the model."""
     in_packages = "site-packages" in filename or "dist-packages" in filename
     if filename.startswith(_LIBRARIES):
-        return not in_packages or filename.startswith(_LIBRARIES[0])
+        return not in_packages or filename.startswith(TORCH)
     return str(Path(filename).resolve()).startswith(_OWN)
 
 

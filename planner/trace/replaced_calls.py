@@ -15,7 +15,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import wraps
-from pathlib import Path
 from types import FrameType
 from typing import Any
 from unittest.mock import patch
@@ -28,7 +27,7 @@ from torch.nn.utils import stateless
 from torch.utils import checkpoint
 
 from autopar.planner.errors import TraceError
-from autopar.planner.trace.model_checks import calling_place, is_library_file
+from autopar.planner.trace.model_checks import TORCH, calling_place, is_library_file
 
 _OPS = (torch.ops.aten._ctc_loss.default, torch.ops.aten._ctc_loss.Tensor)
 
@@ -223,7 +222,6 @@ _SWAPS = (
     "modules that compute with their own weights: scripts call them, or print their code",
     "write what the module computes as a function of the weights (F.linear(x, weight, bias))",
 )
-_TORCH = str(Path(torch.__file__).parent)
 
 
 def refuse_call(func: Callable[..., Any]) -> None:
@@ -271,6 +269,6 @@ def refused_weight_swaps() -> Iterator[None]:
 
 def _is_of_model(frame: FrameType | None) -> bool:
     """Whether the next frame outside torch is the model's."""
-    while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
+    while frame is not None and frame.f_code.co_filename.startswith(TORCH):
         frame = frame.f_back
     return frame is not None and not is_library_file(frame.f_code.co_filename)

@@ -42,7 +42,7 @@ from torch.nn.modules import transformer
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from autopar.planner.trace.model_checks import calling_place, is_library_file
+from autopar.planner.trace.model_checks import TORCH, calling_place, is_library_file
 from autopar.planner.trace.nodes import is_getitem, storages_of, writers_of
 
 _ROWS = (2, 7, 64)  # the numbers of rows for which a number is computed
@@ -205,7 +205,6 @@ def fixing_noted() -> Iterator[list[str]]:
 
 # numbers of rows for which a comparison is made; torch traces no batch of one row
 _COMPARED_ROWS = (*range(2, 34), *(2**power + more for power in range(6, 17) for more in (0, 1)))
-_TORCH = str(Path(torch.__file__).parent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +231,7 @@ def deciding_noted() -> Iterator[DecidingPlaces]:
         if frame.f_code is SymInt.__bool__.__code__ and frame.f_back is not None:  # if B % 2:
             frame = frame.f_back
         file, line = frame.f_code.co_filename, frame.f_lineno
-        if not file.startswith(_TORCH) and line not in _answers(file):
+        if not file.startswith(TORCH) and line not in _answers(file):
             if _is_undecided(self, _COMPARED_ROWS):
                 places.by_number.append(f"{file}:{line}")
             elif _is_undecided(self, (1, 2)) and not (is_library_file(file) or _is_called(frame)):

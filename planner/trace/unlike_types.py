@@ -18,7 +18,6 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 from unittest.mock import patch
@@ -34,6 +33,7 @@ from autopar.planner.graph.graph import Graph
 from autopar.planner.graph.ops import MODEL_DTYPE, Op, Ref
 from autopar.planner.precision import Precision
 from autopar.planner.rules.table import kind_of, rule_of
+from autopar.planner.trace.model_checks import TORCH
 
 Names = frozenset[str]
 
@@ -150,9 +150,6 @@ def _gaussian(
     return loss if reduced is None else reduced()
 
 
-_TORCH = str(Path(torch.__file__).parent)
-
-
 @contextmanager
 def trace_hidden() -> Iterator[None]:
     """Tell all code outside torch that nothing is compiled or exported, and tensors are real."""
@@ -182,7 +179,7 @@ def _hidden(truth: Callable[[], bool]) -> Callable[[], bool]:
 
 
 def _is_asked_by_torch() -> bool:
-    return sys._getframe(2).f_code.co_filename.startswith(_TORCH)
+    return sys._getframe(2).f_code.co_filename.startswith(TORCH)
 
 
 _INTEGER_TYPES = ("int", "uint", "bool")

@@ -3,8 +3,10 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from autopar.planner.errors import InputError
+from autopar.planner.trace.model_checks import is_library_file
 from tests.planner.trace.model_source import traced
 
 HOOKED = """
@@ -40,3 +42,10 @@ def build_model():
 def test_two_parameters_in_one_memory_are_refused_in_every_way_to_trace(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="lies in the memory of the parameter"):
         traced(tmp_path, TIED_BY_DATA)
+
+
+def test_packages_beside_torch_belong_to_the_model() -> None:
+    packages = Path(torch.__file__).parents[1]
+    assert is_library_file(str(packages / "torch" / "functional.py"))
+    assert not is_library_file(str(packages / "torchvision" / "models" / "vit.py"))
+    assert not is_library_file(str(packages / "torch_geometric" / "nn" / "conv.py"))
