@@ -52,7 +52,7 @@ class CommandGroup(TyperGroup):
 
 
 def new_app() -> typer.Typer:
-    """Return an application without commands; one with a single command is that command."""
+    """Return an application without commands; with a single one, typer runs it without a name."""
     return typer.Typer(
         cls=CommandGroup,
         add_completion=False,

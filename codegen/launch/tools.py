@@ -102,13 +102,13 @@ def _notes(tool: Tool, facts: ToolFacts, mode: Recompute) -> Iterator[str]:
     unsaid += [f"multiplies in float8 ({chosen.float8})"] * (chosen.float8 is not Float8.NONE)
     unsaid += ["fuses messages with products"] * chosen.compile.fuses_messages
     unsaid += [f"takes {chosen.sync_every} local steps at a time"] * chosen.is_local
-    yield from (f"the plan {one}; no setting here says so" for one in unsaid)
+    yield from (f"the plan {one}; this file cannot say so" for one in unsaid)
     if chosen.compile.takes_layers and not tool.compiles:
         yield f"the plan compiles layers; {tool.name} has no setting for torch.compile"
     on_host = ["steps the optimizer"] * chosen.offload.has_states
     on_host += ["saves tensors of layers"] * facts.saves_on_host
     for what in on_host:
-        yield f"the plan {what} on the host; no setting of {tool.name} here says so"
+        yield f"the plan {what} on the host; this file of {tool.name} cannot say so"
     if len(set(chosen.rows)) > 1:
         rows = ", ".join(map(str, chosen.rows))
         yield f"data ranks have unlike numbers of rows ({rows}); in {tool.name} equal ones"

@@ -115,7 +115,7 @@ def optimizer_traits(model_file: ModelFile, graph: Graph) -> OptimizerTraits | N
             kept = tuple(of_size[one.size] for one in every)
         reach, kept_tensors = _reach(make, stand_ins), own_tensors(optimizer)
         kinds = tuple(ParameterPart) if reach is Reach.NUMBER and not draws else ()
-        kinds = kinds[:1] if kept_tensors else kinds  # those are no parts, so no ZeRO
+        kinds = kinds[:1] if kept_tensors else kinds  # ZeRO cannot divide such tensors
         return OptimizerTraits(
             name=type(optimizer).__name__,
             reach=reach,

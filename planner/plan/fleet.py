@@ -85,8 +85,8 @@ class Curve:
         """The point where cost × time of a step is least.
 
         The knee of Eager, Zahorjan and Lazowska (Speedup versus efficiency in parallel systems,
-        1989), where efficiency ÷ time is greatest. With fewer devices, a step that is 1 % shorter
-        costs less than 1 % more; with more devices, it costs more than that.
+        1989), where efficiency ÷ time is greatest. Below it, shortening the step by 1 % raises its
+        cost by less than 1 %; above it, by more.
         """
 
         def cost_times_seconds(one: CurvePoint) -> tuple[float, int]:
@@ -328,8 +328,8 @@ def fewer_as_fast(
 ) -> Fewer | None:
     """Return fewer devices whose step is at most the tolerance longer than the plan's, or None.
 
-    Tries half as many devices, a quarter and so on, powers of two, and one node less. Numbers whose
-    step is too long by the search's bounds are skipped. If several numbers are as fast, the one
+    Tries half as many devices, a quarter and so on, powers of two, and one node less, except
+    numbers that the search's lower bounds rule out. If several numbers are as fast, the one
     with the shortest step is returned.
     """
     constraints = completed(training.constraints, cluster, training.graph)

@@ -45,7 +45,7 @@ def strides_of(
 
 
 def torch_dtype(name: str, precision: Precision) -> torch.dtype:
-    """Return torch's dtype for a name in the graph; the model's own dtype is the training's."""
+    """Return torch's dtype for a name in the graph; MODEL_DTYPE is that of the training."""
     found = getattr(torch, precision.torch_name if name == MODEL_DTYPE else name)
     assert isinstance(found, torch.dtype)
     return found
@@ -143,7 +143,7 @@ class OperandForm:
     strides: tuple[int, ...]
     dtype: str
     requires_grad: bool
-    is_weight: bool  # then it was last used a step ago; others were just written by an op
+    is_weight: bool  # not in the cache: last used a step ago; others were just written
     below: int  # its integers are smaller than this: rows of a table, classes
     spacing: int = 0  # if not 0, the integers rise by it from 0: the starts of bags
 

@@ -273,7 +273,7 @@ _REASONS: tuple[tuple[str, str, str], ...] = (
     (
         AT_RANDOM,
         "the model decides by a random number which code it runs ({line})",
-        "run the same code at every step: where layers are dropped, set their probability to 0",
+        "run the same code at every step: set the probability of dropping layers to 0",
     ),
     (
         r"FlexAttention|flex_attention",
@@ -334,7 +334,7 @@ _REASONS: tuple[tuple[str, str, str], ...] = (
         r"(Unsupported dtype|Low precision dtypes|not implemented for '(BFloat16|Half)'|"
         r"only supported for half, float|to be Half, Float or Double|either float or double)",
         _NO_KERNEL,
-        "give it x.float(), and cast its result back",
+        "give the op x.float(), and cast its result back",
     ),
     (
         r"(not on the expected device|different devices|Expected all tensors)",

@@ -127,7 +127,7 @@ _REFUSED = (
     ),
     (
         "OptimizedModule",
-        "compiled by torch.compile, and traced by autopar instead",
+        "compiled by torch.compile, and autopar has to trace it uncompiled",
         "the modules themselves",
         "leave out torch.compile in the model file",
     ),
@@ -154,7 +154,7 @@ def _check_nesting(module: nn.Module, name: str, around: tuple[nn.Module, ...], 
         raise InputError(
             f"{name} is a module that contains itself",
             where=where,
-            fix="keep a module that is not a part in a tuple: self.owner = (owner,)",
+            fix="put a module that is only referred to into a tuple: self.owner = (owner,)",
         )
     for own, part in module._modules.items():
         if part is not None:
@@ -193,8 +193,8 @@ def _check_own_methods(model: nn.Module, where: str) -> None:
                     f"torch.nn.Module.{name}",
                     where=where,
                     expected="torch's own: scripts find parameters, buffers and modules by it",
-                    fix="leave it out; requires_grad_(False) on what shall not learn, or let "
-                    "build_optimizer choose",
+                    fix="leave the method out; to freeze parameters: requires_grad_(False), or "
+                    "leave them out in build_optimizer",
                 )
 
 
@@ -285,16 +285,16 @@ def _check_parameters(model: nn.Module, where: str) -> None:
 
 
 def _check_hooks(name: str, parameter: nn.Parameter, where: str) -> None:
-    """Raise for gradient hooks: a rank has only a part of a gradient, or of its rows."""
+    """Raise for gradient hooks: a rank has a shard of a gradient, or that of its own rows."""
     hooks = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
     for hook in (hooks or {}).values():
         called = getattr(hook, "__qualname__", type(hook).__name__)
         raise InputError(
             f"the parameter {name} has a hook on its gradient ({called})",
             where=where,
-            expected="parameters without hooks: a rank has a part of a gradient, or of its rows",
+            expected="parameters without hooks: a rank has a shard of it, or that of its own rows",
             fix="to freeze a part of it, compute with torch.where(learns, weight, "
-            "weight.detach()) in the forward; what steps or clips belongs to build_optimizer",
+            "weight.detach()) in the forward; to step or clip, write it into build_optimizer",
         )
 
 

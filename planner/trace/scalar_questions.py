@@ -220,8 +220,8 @@ def deciding_noted() -> Iterator[DecidingPlaces]:
     """Collect `file:line` of code that decides by the number of rows, unless it only raises.
 
     The exporter takes the answer for the traced batch, and says nothing. A comparison that has the
-    same answer for all batches (`x.shape[0] == y.shape[0]`) decides nothing. Libraries ask whether
-    there is one row only to broadcast it.
+    same answer for all batches (`x.shape[0] == y.shape[0]`) decides nothing. If a library asks
+    whether there is a single row, it only wants to broadcast it.
     """
     places = DecidingPlaces()
     original: Callable[[SymBool], bool] = SymBool.__bool__
@@ -243,7 +243,7 @@ def deciding_noted() -> Iterator[DecidingPlaces]:
 
 
 def _is_undecided(question: SymBool, numbers: Sequence[int]) -> bool:
-    """Whether the answer is not the same for all these numbers of rows, and hangs on them alone."""
+    """Whether the answer differs between these numbers of rows, and depends on nothing else."""
     symbols = question.node.expr.free_symbols
     if not symbols or any(str(one).startswith("u") for one in symbols):
         return False

@@ -215,7 +215,7 @@ class NoKernelError(UnlikeTypesError):
     """An op that PyTorch does not compute in 16 bits."""
 
     half_expected = ""
-    half_fix = "give it x.float(), and cast its result back"
+    half_fix = "give the op x.float(), and cast its result back"
 
 
 def check_types(graph: Graph, *, is_half: bool) -> None:

@@ -38,7 +38,7 @@ Counting: TypeAlias = Callable[[Mapping[str, Any]], Tensor]
 # (counts, number of parts that they come from) → the loss's divisor
 Divisor: TypeAlias = Callable[[Tensor, float], Tensor]
 
-_MOST_STEPS_BACK = 4  # ops between a loss and its division (casts, factors) that are searched
+_MOST_STEPS_BACK = 4  # of autograd, from a loss to its division: casts, factors
 MOST_STEPS_AHEAD = 4  # steps read ahead: few, because host memory holds their batches
 
 
@@ -70,9 +70,9 @@ def read_batches(
 
     `rows` is the number of microbatches in a step, and the rows of each. At the end of an epoch a
     microbatch may have fewer rows, but at least `fewest`. A rank without rows for a microbatch
-    repeats another row with weight 0, if the model allows it (`may_repeat`). If each rank of
-    `rows_over` reads a share of the rows, the other ranks' rows are gathered, except for keys in
-    `own`.
+    repeats another row with weight 0, if the model allows it (`may_repeat`). Along the axis
+    `rows_over`, each rank reads a share of the rows and gathers the others; of keys in `own` it
+    keeps its share.
 
     Each rank adds up its weighted losses, and the mean of these sums over ranks is the loss of the
     step. A loss that is a mean over rows is weighted by them, a mean over valid targets by their

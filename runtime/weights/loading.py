@@ -181,8 +181,8 @@ def _open(folder: Location, files: ExitStack) -> Iterator[tuple[str, Any]]:
             file = files.enter_context(open_tensors(path))
         except SafetensorError as error:
             refuse(
-                f"{path} is no whole .safetensors file: {error}",
-                fix="copy it again; a .pt file is written as one by safetensors.torch.save_file",
+                f"{path} is not a whole .safetensors file: {error}",
+                fix="copy it again; convert a .pt file with safetensors.torch.save_file",
             )
         except OSError as error:
             refuse(f"{path} cannot be read: {error.strerror or error}", fix=_READABLE)
@@ -247,8 +247,8 @@ def check_same(recipe: Recipe, mesh: Mesh) -> None:
             found = f"{', '.join(others[:3])} differ"
         refuse(
             f"build_model makes different weights in each process: {found}",
-            fix="seed what it draws from (numpy.random.default_rng(0)), and let no order depend on "
-            "the process: sorted(…) around a set; all processes must read the same files",
+            fix="seed what it draws from (numpy.random.default_rng(0)), and avoid orders that "
+            "differ in processes: sorted(…) around a set; all processes must read the same files",
         )
 
 

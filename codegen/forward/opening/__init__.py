@@ -1,4 +1,4 @@
-"""Decides which calls are printed ("opened"), where values are converted, and where stages are cut.
+"""Decides which calls are printed: opened (in a class of their own) or inlined in their caller.
 
 A module's own code may read a shard's size where it needs the whole size, or the reverse. A trace
 shows sizes as numbers, or as multiples of the batch's rows, but not from which tensor they come. So
@@ -124,7 +124,7 @@ class Opening:
         raise AssertionError(op.name)
 
     def unit(self, op: Op, scope: str) -> str | None:
-        """Return the call in the code of `scope` that runs an op; None if that code runs it."""
+        """Return the call in the code of `scope` that runs an op; None if `scope` runs it."""
         chain = self.tree.chain(op)
         # the loss may be printed after the model's own code, and call autograd Functions there
         place = chain.index(scope) if scope in chain else chain.index(LOSS)
@@ -204,7 +204,7 @@ def calls_given_none(opening: Opening) -> Iterator[str]:
 
 
 def calls_with_loops(tree: CallTree) -> frozenset[str]:
-    """Return the calls whose code has a loop: a printed forward repeats it for each iteration.
+    """Return the calls whose code has a loop: a printed forward would unroll it.
 
     A loop that calls one module of a list after the other does not count: it is printed as a loop.
     """
@@ -276,9 +276,9 @@ def mistakes_sizes(call: str, ops: Sequence[Op], opening: Opening) -> bool:
 def _takes_sizes_of_parts(call: str, ops: Sequence[Op], opening: Opening) -> bool:
     """Whether a call's code may read a size from a shard.
 
-    The code uses the whole size of a dim while a shard of the same axis is available, as in
-    `_, h, w = x.shape` if h is split; or it computes with a number that may be a shard's size, as
-    in `x.shape[1]`.
+    The code needs the whole size of a dim, and could read it from a tensor that is split there, as
+    in `_, h, w = x.shape` if h is split; or it computes with a number that may be a shard's size,
+    as in `x.shape[1]`.
     """
     split, tree = opening.split, opening.tree
     made = {name for op in ops for name in op.outputs}

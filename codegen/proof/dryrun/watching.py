@@ -5,8 +5,8 @@ values, so one rank's step among thousands takes seconds. `python -m
 autopar.codegen.proof.dryrun.watching SCRIPT` runs a script to the end of its first step, and prints
 the report of that rank.
 
-Sizes that depend on data get the plan's expected values. AUTOPAR_DRYRUN_PICKED has pairs: the
-number of a mask's entries, and the expected share of true ones. Other masks select everything.
+Sizes that depend on data get the plan's expected values. AUTOPAR_DRYRUN_PICKED maps the number of
+entries of a mask to the share that is expected to be true. Other masks count as all true.
 """
 
 from __future__ import annotations
@@ -199,8 +199,8 @@ class DryRunRecording(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Iterator[None]:
         """Measure a step as if it were not the first.
 
-        Of the tensors that exist before, those of modules and optimizer, and the step's arguments
-        (`given`), count as device memory.
+        Of the tensors made before the step, only those of modules and optimizer and its arguments
+        (`given`) count as device memory.
         """
         for tensor in kept_on_host(modules):
             self._memory.put_on_host(tensor)

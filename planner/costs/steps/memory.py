@@ -1,7 +1,7 @@
 """Predicts the memory of a rank: the peak of a backward, parameters, states, libraries, the host.
 
 A backward runs the layers from the last to the first. After each layer it frees what the layer
-saved, and leaves the gradients of its weights:
+saved, and leaves the gradients of its weights. The peak is the greater of (see PeakMemory):
 
     most     = max over moments of: activations + gradients + transient + unsharded
     learning = the moment at which the largest gradient of a weight is made in the weight's dtype,
@@ -71,16 +71,15 @@ def most_of_microbatches(
 def _work(load: StageLoad, arrangement: Arrangement) -> PeakMemory:
     """Return the most that a backward needs beyond all tensors that the stage saved.
 
-    Saved tensors that it has freed already count as negative.
-    The layer with the largest need counts as if nothing were freed before it. With ZeRO-0 and 1,
-    gradients of weights are added one by one to those of earlier microbatches, or fill buckets that
-    leave for the host:
+    What it has freed of these by then is subtracted, except for the layer with the largest need,
+    which counts as if it came first. With ZeRO-0 and 1, gradients of weights are added one by one
+    to those of earlier microbatches, or fill buckets that leave for the host:
 
         learning_l + fp32 and 16-bit gradient of a weight + waiting + leaving + beside
                    − Σ_{i > l} saved_i
 
-    `waiting` are gradients of shared weights that wait, `leaving` those on their way to the host,
-    `beside` tensors that other layers save there.
+    `waiting` are gradients that wait for other uses of a shared weight, `leaving` those on their
+    way to the host, `beside` tensors that other layers save there.
     """
     most, freed, made = PeakMemory(0, 0, *_layer_that_needs_most(load, arrangement)), 0, 0
     if arrangement.divided.shards_modules:
@@ -119,7 +118,7 @@ def layer_unsharded_bytes(cost: LayerCost, arrangement: Arrangement) -> int:
     """Return a layer's need beyond its transient memory if ZeRO-2 or 3 shards its state.
 
     When the whole gradient exists, ops after the last weights (the loss after the head) have freed
-    their memory. So it is added to `learning_bytes`, not to the peak of all ops.
+    their memory. So it is added to what this moment needs, not to the layer's peak.
     """
     if not arrangement.divided.shards_modules:
         return 0
@@ -238,7 +237,7 @@ def _waiting_bytes(cost: LayerCost, arrangement: Arrangement) -> int:
 
 
 def _beside_buckets(made_bytes: int, bucket_bytes: int, arrangement: Arrangement) -> int:
-    """Return the bytes of computed gradients beside the buckets that stay allocated.
+    """Return the bytes of gradients that are not in a bucket yet.
 
     Gradients that leave for the host need one bucket that fills, and one that is copied.
     """

@@ -216,7 +216,7 @@ class Cache:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             for content, key in entries:
                 entry = _file_of(type(content))(sources=read, content=content)
-                written = entry.model_dump_json(warnings=False)  # rows hold lists, as in JSON
+                written = entry.model_dump_json(warnings=False)  # pydantic warns of lists in tuples
                 text = f"{hashlib.sha256(written.encode()).hexdigest()}\n{written}"
                 write_whole(self.place(type(content), key), text, what=_WHAT, mode=0o600)
             _remove_oldest(self.folder)

@@ -7,8 +7,8 @@ these rows:
     Σ_k n_k · r_k  =  B        r_k ≥ the fewest rows that the model accepts
 
 If there are few such distributions, all are tried. Otherwise those are tried whose slowest kind is
-estimated to finish earliest. The estimated time of a kind is linear in its rows, through its times
-for the even share and for twice the even share.
+estimated to finish earliest. The time of a kind is interpolated in a line between its times for
+one and for two even shares.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def families(variants_: Iterable[Arrangement]) -> list[list[Arrangement]]:
 
     A family shares the schedule, the local steps and the number of ranks that average gradients.
     ZeRO-2 and 3 communicate more than ZeRO-1, but ZeRO-2 does so beside the forward, and neither
-    adds up whole gradients of microbatches. A variant with the optimizer on the host joins a
+    holds whole sums of gradients. A variant with the optimizer on the host joins a
     family, too: its optimizer is slower, but the device adds up no gradients. A variant with the
     outer optimizer on the host joins the one that differs only in this.
     """

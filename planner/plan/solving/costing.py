@@ -44,7 +44,7 @@ from autopar.planner.programs.layouts.edges import Structure, structure_of
 from autopar.planner.programs.layouts.rules import LayoutRules, own_layouts
 from autopar.planner.programs.solver import NOTHING_SOLVED, SolverReport
 
-# A 16-bit weight has 2 bytes, and 16 of gradient and optimizer states: 18 in all, 9 times as many.
+# A 16-bit weight has 2 bytes; with its gradient (4) and optimizer states (12), 9 times as many.
 _STATE_FACTOR = 9.0
 _BUDGET = Budget(points=4, weight_factor=_STATE_FACTOR)
 
@@ -94,7 +94,7 @@ class PriceBook:
 
     @property
     def may_save_more(self) -> bool:
-        """Whether layers could save on the host where recomputing is faster, but must not."""
+        """Whether host modes were closed because recomputing is faster, though they save more."""
         return self.host_saving is HostSaving.IF_FASTER
 
     def pricer(self, share: RowShare, compile_: Compile) -> OpPricer:
@@ -276,7 +276,7 @@ class PriceBook:
         return tuple(rate * bool(modes[Recompute.HOST].host_saved_bytes) for modes in unsplit)
 
     def _offered(self, costs: Modes, inside: LayerKey) -> Modes:
-        """Return a layer's costs; if recomputing is as fast, a host mode has those of `none`."""
+        """Close full-host, and host if recomputing is as fast: they get the costs of `none`."""
         if self.host_saving is not HostSaving.IF_FASTER:
             return costs
         again = max(costs[x].backward_seconds for x in costs if x.runs_again and not x.is_on_host)

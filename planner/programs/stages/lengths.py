@@ -29,7 +29,7 @@ _WHOLE = 1e-6  # rounding may put a sum of layers this far below a whole number
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _LengthRow:
-    """A row whose factors of some columns are amounts ÷ the most layers of its stage."""
+    """A row in which factors of some columns are an amount ÷ the most layers of the stage."""
 
     row: int
     columns: Numbers
@@ -37,7 +37,7 @@ class _LengthRow:
 
 
 class StageLengths:
-    """The number of layers of each stage (stages_are_not_empty), and the rows that depend on it."""
+    """The rows `stages_are_not_empty` of the program, and those that depend on the most layers."""
 
     def __init__(
         self, question: StageQuestion, program: GrowingProgram, parts: Sequence[StageParts]
@@ -74,7 +74,7 @@ class StageLengths:
         return work
 
     def add_waits(self, stage: int, unit_seconds: float) -> list[int]:
-        """Add host_is_waited_for; return the column H of a stage, if it may wait.
+        """Add the rows host_is_waited_for; return [H], a stage's wait, or [] if it cannot wait.
 
         A stage waits for the tensors of its last layer on the host. This may be any layer, so each
         counts with the least wait of its own class and of all later ones.
@@ -95,6 +95,7 @@ class StageLengths:
         column = self._program.column()
         waits = [(one.column, least[one.piece.number]) for one in there]
         self.add(stage, waits, [(column, -1.0)], 0.0)
+        # H ≥ behind · (1 − layers that are not on the host)
         others = [(one.column, -behind) for one in pieces if one not in there]
         self._program.add([(column, -1.0), *others], most=-behind)
         return [column]

@@ -41,7 +41,7 @@ def _of_options() -> dict[str, OnRanks]:
             ("--resume nothing/step-3", "nothing/step-3 exists", 6),
             ("--resume faulty.py", "faulty.py is a file, and a checkpoint is a folder", 6),
             ("--weights nothing.safetensors", "there is no nothing.safetensors", 6),
-            ("--weights faulty.py", "faulty.py is no whole .safetensors file", 6),
+            ("--weights faulty.py", "faulty.py is not a whole .safetensors file", 6),
         )
     }
 

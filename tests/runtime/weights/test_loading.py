@@ -168,7 +168,7 @@ def test_what_is_no_file_of_weights_is_refused(
     torch.save(_weights(), tmp_path / "all.pt")
     with pytest.raises(SystemExit):
         load_safetensors(model, tmp_path / "all.pt", {}, Axis(0, 1, None), device=CPU)
-    assert "is no whole .safetensors file" in capsys.readouterr().err
+    assert "is not a whole .safetensors file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kept", ["embedding", "head"])
