@@ -157,7 +157,7 @@ def test_a_loss_that_is_nan_on_both_sides_proves_nothing_and_is_told_so(tmp_path
     nan = f"compute_loss = lambda *given: {own}(*given) * torch.nan"
     script.write_text(text.replace(f"compute_loss = {own}", nan), encoding="utf-8")
     (said, *_) = (one.said for one in ran(plan, script, "--check-first-step", "--on-nan", "go-on"))
-    assert "note: the first step is not checked: the loss of its first microbatch is nan" in said
+    assert "note: the first step is not checked: the first microbatch's loss is nan" in said
     assert "checked: the first loss" not in said
 
 

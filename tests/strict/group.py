@@ -8,7 +8,6 @@ is noted in a log that `tests/strict/replay.py` replays.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -24,7 +23,6 @@ from tests.strict.refusals import RefusedError, refuse
 from tests.strict.work import Move, Stream, Work, copied
 
 NAME = "strict"
-os.environ["TORCH_FR_BUFFER_SIZE"] = "0"  # torch 2.15 fails to record groups written in Python
 _DATA, _TOLD = 0, 1  # tags of gloo: a tensor, and that it has come
 
 
@@ -47,7 +45,10 @@ def register(log: Log, *, device_type: str = "cpu", seconds: float = 60.0) -> No
 
 
 def batches_as_one() -> None:
-    """Have batch_isend_irecv run as one operation: torch asks groups written in Python for none."""
+    """Have batch_isend_irecv run as one operation: torch asks groups written in Python for none.
+
+    Nor can torch record what they do.
+    """
     issue = dist.batch_isend_irecv
     if hasattr(issue, "is_as_one"):
         return
@@ -60,6 +61,14 @@ def batches_as_one() -> None:
 
     as_one.is_as_one = True  # type: ignore[attr-defined]
     vars(dist)["batch_isend_irecv"] = as_one
+    module = vars(dist.distributed_c10d)
+    record = module.get("_maybe_attach_flight_recorder")  # from torch 2.15 on
+
+    def recorded(group: Any, *given: Any) -> None:
+        if record is not None and not isinstance(group, StrictGroup):
+            record(group, *given)
+
+    module["_maybe_attach_flight_recorder"] = recorded
 
 
 class StrictGroup(dist.ProcessGroup):
