@@ -307,7 +307,7 @@ def whole_gradients(plan: Plan) -> Source:
     if not takes_whole_gradients(plan.graph, plan.arrangement):
         return Source("")
     named = [one.name for one in plan.graph.own_backwards]
-    return Source(f"so {(named or ['a hook'])[0]} gets gradients as large as on one device")
+    return Source(f"{(named or ['The hook'])[0]} gets gradients as large as on one device")
 
 
 def plain_model(plan: Plan, subject: PlannedSubject) -> Source:
