@@ -50,7 +50,7 @@ def test_a_decision_on_values_is_refused(tmp_path: Path, decision: str) -> None:
 def test_a_decision_at_random_is_told_as_such(tmp_path: Path, decision: str) -> None:
     with pytest.raises(TraceError, match="decides by a random number") as told:
         traced(tmp_path, linear_model(decision, "return self.linear(x)"))
-    assert "probability to 0" in told.value.fix
+    assert "the probability of dropping layers" in told.value.fix
     assert decision.partition(":")[0] in told.value.found
 
 
