@@ -8,13 +8,10 @@ them, later reads of all of them see the new values.
 from __future__ import annotations
 
 import hashlib
-from collections import defaultdict, deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from functools import cached_property, lru_cache, wraps
-from itertools import pairwise
-from math import inf
+from functools import cached_property, wraps
 from types import MappingProxyType
 from typing import Any, TypeAlias, TypeVar, TypeVarTuple
 
@@ -327,38 +324,6 @@ def united(names: Iterable[str], pairs: Iterable[tuple[str, str]]) -> Mapping[st
         above[top(other)] = top(one)
     first = dict[str, str]()
     return {name: first.setdefault(top(name), name) for name in above}
-
-
-@lru_cache(maxsize=1024)  # equal layers have equal cuts
-def before_cut(edges: tuple[tuple[int, int, int | None], ...]) -> frozenset[int]:
-    """Return the nodes on the side of node 0 in the minimum cut between 0 and 1.
-
-    An edge is (node, next node, size); edges without a size are never cut. This is the algorithm of
-    Edmonds and Karp: fill the shortest way to node 1 that has room, until no way has room. Nodes
-    from which a way with room still leads to node 1 lie behind the cut.
-    """
-    room: dict[int, dict[int, float]] = defaultdict(dict)
-    for begin, end, size in edges:
-        room[begin][end] = inf if size is None else size
-        room[end].setdefault(begin, 0)
-    if not {0, 1} <= room.keys():
-        return frozenset()
-    while True:
-        onward, waiting = {1: 1}, deque([1])
-        while waiting:
-            here = waiting.popleft()
-            new = [x for x in room[here] if x not in onward and room[x][here] > 0]
-            onward.update(dict.fromkeys(new, here))
-            waiting.extend(new)
-        if 0 not in onward:
-            return frozenset(room.keys() - onward.keys())
-        way = [0]
-        while way[-1] != 1:
-            way.append(onward[way[-1]])
-        more = min(room[x][y] for x, y in pairwise(way))
-        for x, y in pairwise(way):
-            room[x][y] -= more
-            room[y][x] += more
 
 
 def input_name(key: str, taken: Container[str]) -> str:

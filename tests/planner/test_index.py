@@ -6,10 +6,9 @@ from collections import defaultdict
 from dataclasses import replace
 from random import Random
 
-import networkx as nx
 import pytest
 
-from autopar.planner.graph.graph import Graph, before_cut, graph_hash, united
+from autopar.planner.graph.graph import Graph, graph_hash, united
 from autopar.planner.graph.ops import MODEL_DTYPE, Extent, ModuleCall, Op, Ref, Tensor, TensorOrigin
 from tests.planner.subjects import zoo_graph
 
@@ -137,25 +136,6 @@ def test_what_is_needed_is_what_flowed_in_when_the_ops_run_in_order(seed: int) -
         assert set(names(graph.index.needed_for([name]))) == flowed - {"x", "y"}
         reached = {op.name for op in graph.ops if name in made[op.name] and name != op.name}
         assert set(names(graph.index.reached_from([name]))) == reached
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_a_minimum_cut_is_that_of_networkx(seed: int) -> None:
-    random = Random(seed)
-    edges = list[tuple[int, int, int | None]]()
-    for number in range(random.randint(1, 12)):
-        begin, end = 2 + 2 * number, 3 + 2 * number
-        edges.append((begin, end, random.randint(0, 9)))
-        edges += [(0, begin, None)] * random.randint(0, 1) + [(end, 1, None)] * random.randint(0, 1)
-        before = (3 + 2 * one for one in range(number) if random.random() < 0.3)
-        edges += ((one, begin, None) for one in before)
-    cut: nx.DiGraph = nx.DiGraph()
-    cut.add_nodes_from((0, 1))
-    for begin, end, size in edges:
-        cut.add_edge(begin, end, **({} if size is None else {"capacity": size}))
-    nodes = {node for edge in edges for node in edge[:2]}
-    expected = nx.minimum_cut(cut, 0, 1)[1][0] if {0, 1} <= nodes else set()
-    assert before_cut(tuple(edges)) == expected
 
 
 def test_pairs_unite_names_in_sets_that_are_called_by_their_first_name() -> None:

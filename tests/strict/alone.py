@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from autopar.runtime.ranks.mesh import DRY_RUN
-from tests.strict.group import StrictGroup, batches_as_one
+from tests.strict.group import StrictGroup, batches_as_one, never_recorded
 from tests.strict.log import Communicator, Event, Log
 from tests.strict.refusals import refuse
 from tests.strict.work import Move, size_bytes
@@ -34,6 +34,7 @@ def log_alone(function: Callable[..., object], rank: int, ranks: int, *args: Any
 
     dist.Backend.register_backend(NAME, made, extended_api=True, devices=["cpu"])
     batches_as_one()
+    never_recorded()
     with patch.dict(os.environ, {DRY_RUN: f"{rank}/{ranks}"}):
         dist.init_process_group(NAME, rank=rank, world_size=ranks, store=FakeStore())
         try:

@@ -42,13 +42,11 @@ def register(log: Log, *, device_type: str = "cpu", seconds: float = 60.0) -> No
 
     dist.Backend.register_backend(NAME, made, extended_api=True, devices=[device_type])
     batches_as_one()
+    never_recorded()
 
 
 def batches_as_one() -> None:
-    """Have batch_isend_irecv run as one operation: torch asks groups written in Python for none.
-
-    Nor can torch record what they do.
-    """
+    """Have batch_isend_irecv run as one operation: torch asks groups written in Python for none."""
     issue = dist.batch_isend_irecv
     if hasattr(issue, "is_as_one"):
         return
@@ -61,14 +59,21 @@ def batches_as_one() -> None:
 
     as_one.is_as_one = True  # type: ignore[attr-defined]
     vars(dist)["batch_isend_irecv"] = as_one
-    module = vars(dist.distributed_c10d)
-    record = module.get("_maybe_attach_flight_recorder")  # from torch 2.15 on
 
-    def recorded(group: Any, *given: Any) -> None:
-        if record is not None and not isinstance(group, StrictGroup):
+
+def never_recorded() -> None:
+    """Have torch (from 2.15 on) record no groups written in Python: it fails to."""
+    module, name = vars(dist.distributed_c10d), "_maybe_attach_flight_recorder"
+    record = module.get(name)
+    if record is None or hasattr(record, "is_of_others"):
+        return
+
+    def of_others(group: Any, *given: Any) -> None:
+        if not isinstance(group, StrictGroup):
             record(group, *given)
 
-    module["_maybe_attach_flight_recorder"] = recorded
+    of_others.is_of_others = True  # type: ignore[attr-defined]
+    module[name] = of_others
 
 
 class StrictGroup(dist.ProcessGroup):

@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from autopar.planner.costs.kernels.kernels import memory_seconds
 from autopar.planner.costs.ops.case import OpCase, OpSeconds
-from autopar.planner.graph.graph import Graph, before_cut, united
+from autopar.planner.graph.graph import Graph, united
 from autopar.planner.graph.ops import Op, TensorOrigin
 from autopar.planner.rules.rule import OpKind, Traffic
 from autopar.planner.rules.table import kind_of, rule_of
@@ -260,7 +260,7 @@ def _saved(layer: _Layer, size: Callable[[str], int]) -> frozenset[str]:
     a minimum cut, as in torch's partitioner.
     """
     sides, must, edges = layer.network
-    before = before_cut(tuple((a, b, x and size(x[0]) * x[1]) for a, b, x in edges))
+    before = _before_cut(tuple((a, b, x and size(x[0]) * x[1]) for a, b, x in edges))
     return must | {x for x, begin, end in sides if begin in before and end not in before}
 
 
@@ -269,6 +269,20 @@ _Size = tuple[str, int] | None
 # tensors that may be saved, each with its two nodes; those that must be; the edges
 _Network = tuple[list[tuple[str, int, int]], frozenset[str], list[tuple[int, int, _Size]]]
 _FORWARD, _BACKWARD = ("", "forward"), ("", "backward")
+
+
+@lru_cache(maxsize=1024)  # equal layers have equal cuts
+def _before_cut(edges: tuple[tuple[int, int, int | None], ...]) -> frozenset[int]:
+    """Return the nodes on the side of node 0 in the minimum cut between 0 and 1."""
+    import networkx as nx  # slow to import, and cached plans need no cut
+
+    cut: nx.DiGraph = nx.DiGraph()
+    for begin, end, size in edges:
+        cut.add_edge(begin, end, **({} if size is None else {"capacity": size}))
+    if 0 not in cut or 1 not in cut:
+        return frozenset()
+    _, (before, _) = nx.minimum_cut(cut, 0, 1)
+    return frozenset(before)
 
 
 def _savers(layer: _Layer, saved: frozenset[str]) -> Iterator[tuple[str, tuple[str, ...]]]:
